@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pt.linear_cross_entropy: the lowering of ops/cross_entropy.py and
-// ops/_backends/cpu/cross_entropy.py.
+// pt.linear_cross_entropy without class weights, softcap and z-loss: the lowering of
+// ops/cross_entropy.py and ops/_backends/cpu/cross_entropy.py.
 #include <ATen/ops/sum_cpu_dispatch.h>
 
 #include <algorithm>
@@ -30,12 +30,14 @@ struct CrossEntropy {
   };
 
   using Forward = void(const Tensor& x, const Tensor& weight, const Tensor& target,
-                       const Maybe& bias, const Tensor& loss, const Tensor& split_lse,
-                       const Maybe& product, int64_t ignore_index, double label_smoothing);
-  using Backward = void(const Tensor& upstream, const Tensor& x, const Tensor& weight,
-                        const Tensor& target, const Maybe& bias, const Tensor& split_lse,
-                        const Maybe& product, const Maybe& dx, const Maybe& dweight,
-                        const Maybe& dbias, int64_t ignore_index, double label_smoothing);
+                       const Maybe& bias, const Maybe& class_weight, const Tensor& loss,
+                       const Tensor& split_lse, const Maybe& product, const Maybe& correct,
+                       int64_t ignore_index, double label_smoothing, double softcap);
+  using Backward = void(const Tensor& g, const Maybe& p_factor, const Tensor& x,
+                        const Tensor& weight, const Tensor& target, const Maybe& bias,
+                        const Maybe& class_weight, const Tensor& split_lse, const Maybe& product,
+                        const Maybe& dx, const Maybe& dweight, const Maybe& dbias,
+                        int64_t ignore_index, double label_smoothing, double softcap);
 
   static bool complete(Inputs&, Numbers&) { return true; }
   static bool fits(const Inputs& t, const Numbers& n) {
@@ -92,8 +94,8 @@ struct CrossEntropy {
       shape.push_back(weight.size(0));
       results[2] = empty(shape, options);
     }
-    raw.call(matrix(x), matrix(weight), target, vector(t[kBias], work), losses, results[1],
-             maybe(results[2]), n.ignore_index, n.label_smoothing);
+    raw.call(matrix(x), matrix(weight), target, vector(t[kBias], work), std::nullopt, losses,
+             results[1], maybe(results[2]), std::nullopt, n.ignore_index, n.label_smoothing, 0.0);
     if (n.reduction == kNone) {
       results[0] = losses;
       return results;
@@ -129,20 +131,21 @@ struct CrossEntropy {
     }
     const Maybe product =
         saved[1].defined() && saved[1].numel() ? Maybe(saved[1].contiguous()) : std::nullopt;
-    raw.call(upstream, x, weight, target, vector(t[kBias], work), split_lse, product, targets[kX],
-             targets[kWeight], targets[kBias], n.ignore_index, n.label_smoothing);
+    raw.call(upstream, std::nullopt, x, weight, target, vector(t[kBias], work), std::nullopt,
+             split_lse, product, targets[kX], targets[kWeight], targets[kBias], n.ignore_index,
+             n.label_smoothing, 0.0);
     for (size_t i = 0; i < kDifferentiable; i++)
       if (wanted[i]) results[i] = deliver(results[i], t[i]);
     return results;
   }
 
   static variable_list tensors(const Inputs& t) {
-    return {t[kX], t[kWeight], t[kTarget], t[kBias]};
+    return {t[kX], t[kWeight], t[kTarget], t[kBias], Tensor()};
   }
   static constexpr std::initializer_list<const char*> kReductions = {"mean", "sum", "none"};
   static py::tuple others(const Numbers& n) {
-    return py::make_tuple(n.ignore_index, n.label_smoothing, kReductions.begin()[n.reduction], true,
-                          py::none(), false);
+    return py::make_tuple(n.ignore_index, n.label_smoothing, 0.0, 0.0,
+                          kReductions.begin()[n.reduction], false, true, py::none(), false);
   }
 };
 
@@ -151,14 +154,18 @@ struct CrossEntropy {
 FAST_PATH_ENTRY(linear_cross_entropy) {
   HANDLE_TH_ERRORS
   using C = CrossEntropy;
-  if (count != 9 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  // Python handles class_weight, softcap, z_loss_weight, return_z_loss and return_accuracy.
+  if (count != 14 || !unwatched() || a[4] != Py_None || a[7] != Py_None || a[10] != Py_False ||
+      a[11] != Py_False)
+    Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   C::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor_or_none(a[3]), read.tensor(a[2])};
   C::Numbers n;
-  n.ignore_index = read.integer(a[4]);
-  n.label_smoothing = read.number(a[5]);
-  n.reduction = read.choice(a[6], C::kReductions);
-  return finish<C>(read, t, n, 1, 1, read.route(a[7], a[8]),
+  n.ignore_index = read.integer(a[5]);
+  n.label_smoothing = read.number(a[6]);
+  read.require(read.number(a[8]) == 0);
+  n.reduction = read.choice(a[9], C::kReductions);
+  return finish<C>(read, t, n, 1, 1, read.route(a[12], a[13]),
                    [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }

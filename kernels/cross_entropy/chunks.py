@@ -12,6 +12,7 @@ import triton.language as tl
 
 from pytransformer.ops._problem.cross_entropy import float_gemm
 
+from .._lang import tanh
 from .configs import Config
 
 
@@ -34,14 +35,16 @@ class Kind:
     ROWS: int
     BN: int
     SMOOTH: bool
+    SOFTCAP: float  # 0: none
     SCALE: float = 1.0  # factor of the stored p - q
 
 
 def describe(a: Any, config: Config, scale: float = 1.0) -> tuple[Problem, Kind]:
     """Return the problem of the op's arguments, and the compile-time constants for this tile."""
     s = a.label_smoothing
-    return Problem(0, len(a.x), a.ignore_index, 1.0 - s, s), Kind(
-        config.ROWS, config.BN, s > 0.0, scale
+    return (
+        Problem(0, len(a.x), a.ignore_index, 1.0 - s, s),
+        Kind(config.ROWS, config.BN, s > 0.0, a.softcap, scale),
     )
 
 
@@ -56,10 +59,12 @@ def rows_of(i_tile, C: tl.constexpr):
 
 
 @triton.jit
-def load_logits(LOGITS, BIAS, i, j, classes, p):
-    """Load logits [ROWS, BN]; -inf past the last row and class."""
+def load_logits(LOGITS, BIAS, i, j, classes, p, C: tl.constexpr):
+    """Load logits [ROWS, BN], after the softcap; -inf past the last row and class."""
     m = (i < p.rows)[:, None] & (j < classes)[None, :]
     b_z = tl.load(LOGITS + i[:, None] * classes + j[None, :], mask=m, other=float("-inf"))
     if BIAS is not None:
         b_z += tl.load(BIAS + j, mask=j < classes, other=0.0).to(tl.float32)[None, :]
+    if C.SOFTCAP > 0:
+        b_z = tl.where(m, C.SOFTCAP * tanh(b_z / C.SOFTCAP), float("-inf"))
     return b_z

@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..ops._core.options import Reduction
 from ..ops.cross_entropy import linear_cross_entropy
 from ._refuse import refuse
+
+
+class CrossEntropyOutput(NamedTuple):
+    """The loss, and what was requested besides; the z-loss and the accuracy have no gradient."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
 
 
 class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
@@ -17,6 +27,9 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
 
     Raises:
         ValueError: an option that :func:`pytransformer.linear_cross_entropy` does not have.
+
+    Returns:
+        The loss, or with ``return_z_loss`` or ``return_token_accuracy`` a `CrossEntropyOutput`.
     """
 
     def __init__(
@@ -37,10 +50,7 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         name = type(self).__name__
         refuse(
             name, "linear_cross_entropy has no such option",
-            ce_weight=(ce_weight, None), lse_square_scale=(lse_square_scale, 0.0),
-            softcap=(softcap, None),
-            return_z_loss=(return_z_loss, False), use_token_scaling=(use_token_scaling, False),
-            return_token_accuracy=(return_token_accuracy, False),
+            use_token_scaling=(use_token_scaling, False),
             return_predicted_tokens=(return_predicted_tokens, False),
         )  # fmt: skip
         if accum_dtype not in (None, torch.float32):
@@ -48,9 +58,14 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
                 f"{name}: accum_dtype must be None or torch.float32, got {accum_dtype}; leave"
                 " it out"
             )
+        self.ce_weight = ce_weight
         self.ignore_index = ignore_index
+        self.lse_square_scale = lse_square_scale
         self.label_smoothing = label_smoothing
         self.reduction: Reduction = reduction
+        self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
 
     def forward(
         self,
@@ -58,8 +73,20 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         _input: torch.Tensor,
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return linear_cross_entropy(
-            _input, lin_weight, target, bias=bias, ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing, reduction=self.reduction,
+    ) -> torch.Tensor | CrossEntropyOutput:
+        weight = self.ce_weight
+        out = linear_cross_entropy(
+            _input, lin_weight, target, bias=bias,
+            class_weight=None if weight is None else weight.detach(),
+            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
+            softcap=self.softcap, z_loss_weight=self.lse_square_scale, reduction=self.reduction,
+            return_z_loss=self.return_z_loss, return_accuracy=self.return_token_accuracy,
         )  # fmt: skip
+        if isinstance(out, torch.Tensor):
+            return out
+        loss, *more = out
+        return CrossEntropyOutput(
+            loss,
+            more.pop(0) if self.return_z_loss else None,
+            more.pop(0) if self.return_token_accuracy else None,
+        )

@@ -7,7 +7,7 @@ See docs/ops/cross_entropy.md.
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 
@@ -28,10 +28,13 @@ from ._core.tensors import (
     check_tensor,
     shape_of,
 )
+from ._problem.cross_entropy import reduced_z_loss
 
+# softcap 0 disables the cap. accuracy: forward writes `correct`.
 ARGUMENTS = (
-    "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing,"
-    " str reduction, bool save"
+    "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int ignore_index,"
+    " float label_smoothing, float softcap, float z_loss_weight, str reduction, bool accuracy,"
+    " bool save"
 )
 REDUCTIONS = get_args(Reduction)
 # up to this size forward saves x weightᵀ, which saves backward one of three products
@@ -48,7 +51,8 @@ def _empty(a: Any) -> tuple[torch.Tensor, ...]:
     rows = a.target.shape
     shape = rows if a.reduction == "none" else ()
     kept = (*rows, a.weight.shape[0]) if keeps(a) else (0,)
-    return tuple(torch.empty(s, dtype=work, device=a.x.device) for s in (shape, (2, *rows), kept))
+    shapes = shape, (2, *rows), kept, rows if a.accuracy else (0,)
+    return tuple(torch.empty(s, dtype=work, device=a.x.device) for s in shapes)
 
 
 def keeps(a: Any) -> bool:
@@ -70,7 +74,7 @@ def _flops(a: Any) -> int:
 linear_cross_entropy_op = Op(
     "linear_cross_entropy",
     arguments=ARGUMENTS,
-    outputs=("loss", "split_lse", "product"),
+    outputs=("loss", "split_lse", "product", "correct"),
     differentiable_outputs=1,
     differentiable=("x", "weight", "bias"),
     saved=("split_lse", "product"),
@@ -81,18 +85,59 @@ linear_cross_entropy_op = Op(
 )
 
 
+@overload
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss_weight: float = 0.0,
     reduction: Reduction = "mean",
+    return_z_loss: Literal[False] = False,
+    return_accuracy: Literal[False] = False,
     backend: str | None = None,
     strict: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+@overload
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss_weight: float = 0.0,
+    reduction: Reduction = "mean",
+    return_z_loss: bool = False,
+    return_accuracy: bool = False,
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss_weight: float = 0.0,
+    reduction: Reduction = "mean",
+    return_z_loss: bool = False,
+    return_accuracy: bool = False,
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Compute ``cross_entropy(x @ weightᵀ + bias, target)`` without storing all logits.
 
     Args:
@@ -101,34 +146,69 @@ def linear_cross_entropy(
         target: (...), int64 class indices. Values outside [0, classes) other than ignore_index
             raise on the CPU.
         bias: (classes,), any floating dtype, or None.
+        class_weight: (classes,), any floating dtype, or None: ``weight`` of
+            torch.nn.functional.cross_entropy. It scales every class's term of the loss; the mean
+            divides by the sum of the targets' weights. It gets no gradient.
         ignore_index: rows with this target have loss 0 and no gradient, even if they hold NaN.
         label_smoothing: in [0, 1]; the share of the target spread evenly over all classes.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None disables it.
+        z_loss_weight: adds ``z_loss_weight * logsumexp(logits)²`` to the loss of each row, without
+            class weights. The mean divides it by the number of targets that are not ignored.
         reduction: ``"mean"`` over the targets that are not ignored (NaN if there is none),
             ``"sum"`` or ``"none"``.
+        return_z_loss: return the z-loss too, which the loss contains; it has no gradient.
+        return_accuracy: return the accuracy too: for ``"none"`` 1.0 for each target that is the
+            argmax of its row (the first of equal maxima) and 0.0 for others and ignored targets,
+            otherwise the mean over the targets that are not ignored.
         backend: force ``"triton"``, ``"cuda"``, ``"cpu"`` or ``"reference"``; raises if
             unsupported.
         strict: raise instead of running on the reference.
 
     Returns:
-        The loss, float32 (float64 for float64): a scalar, or target's shape for ``"none"``.
+        The loss, float32 (float64 for float64): a scalar, or target's shape for ``"none"``. With
+        return_z_loss or return_accuracy a tuple: loss, then z-loss, then accuracy.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
         BackendError: a forced backend does not support the call, or ``strict`` and only the
             reference supports it.
+
+    Sources: Chowdhery et al., "PaLM" (2022), section 5 (z-loss); Gemma Team, "Gemma 2" (2024),
+    section 2 (softcap).
     """
     if not torch.compiler.is_compiling():
         found = fast_path.linear_cross_entropy(
-            x, weight, target, bias, ignore_index, label_smoothing, reduction, backend, strict
-        )
+            x, weight, target, bias, class_weight, ignore_index, label_smoothing, softcap,
+            z_loss_weight, reduction, return_z_loss, return_accuracy, backend, strict,
+        )  # fmt: skip
         if found is not NotImplemented:
             return found
-    prepared = _prepare(
-        x, weight, target, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        reduction=reduction,
-        backend=backend, strict=strict,
+    a, backend, strict = _prepare(
+        x, weight, target, bias=bias, class_weight=class_weight, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, softcap=softcap, z_loss_weight=z_loss_weight,
+        reduction=reduction, return_accuracy=return_accuracy, backend=backend, strict=strict,
     )  # fmt: skip
-    return linear_cross_entropy_op(*prepared)[0]
+    loss, *rest = linear_cross_entropy_op(a, backend, strict)
+    if not (return_z_loss or return_accuracy):
+        return loss
+    return loss, *_parts(a, rest, return_z_loss, return_accuracy)
+
+
+def _parts(
+    a: Any, rest: list[torch.Tensor], return_z_loss: bool, return_accuracy: bool
+) -> list[torch.Tensor]:
+    """Return the z-loss and the accuracy, if requested, from the outputs after the loss."""
+    if not rest:
+        raise ValueError(
+            "linear_cross_entropy: return_z_loss and return_accuracy must be False for DTensors,"
+            " got True; compute them from local tensors"
+        )
+    parts = [reduced_z_loss(a, rest[0].detach())] if return_z_loss else []
+    if return_accuracy:
+        correct = rest[2].detach()
+        count = (a.target != a.ignore_index).sum()
+        parts.append(correct if a.reduction == "none" else correct.sum() / count)
+    return parts
 
 
 def _prepare(
@@ -137,9 +217,14 @@ def _prepare(
     target: Any,
     *,
     bias: Any = None,
+    class_weight: Any = None,
     ignore_index: Any = -100,
     label_smoothing: Any = 0.0,
+    softcap: Any = None,
+    z_loss_weight: Any = 0.0,
     reduction: Any = "mean",
+    return_z_loss: Any = False,
+    return_accuracy: Any = False,
     backend: Any = None,
     strict: bool = False,
 ) -> tuple[Any, str | None, bool]:
@@ -163,27 +248,39 @@ def _prepare(
             f"{op}: weight must be (classes, d) with d = {x.shape[-1]} and classes > 0, got"
             f" {shape_of(weight)}"
         )
-    if bias is not None:
-        check_tensor(op, "bias", bias, floating=True)
-        check_same(op, "x", x, "bias", bias)
-        if tuple(bias.shape) != (weight.shape[0],):
+    for name, t in (("bias", bias), ("class_weight", class_weight)):
+        if t is None:
+            continue
+        check_tensor(op, name, t, floating=True)
+        check_same(op, "x", x, name, t)
+        if tuple(t.shape) != (weight.shape[0],):
             raise ValueError(
-                f"{op}: bias must have shape ({weight.shape[0]},), got {shape_of(bias)}"
+                f"{op}: {name} must have shape ({weight.shape[0]},), got {shape_of(t)}"
             )
+    if class_weight is not None and class_weight.requires_grad:
+        raise ValueError(
+            f"{op}: class_weight must not require a gradient, because the op computes none;"
+            " pass class_weight.detach()"
+        )
     if (index := as_integer(ignore_index)) is None:
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     smoothing = check_number(op, "label_smoothing", label_smoothing)
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {smoothing}")
+    cap = 0.0 if softcap is None else check_number(op, "softcap", softcap, positive=True)
+    z_weight = check_number(op, "z_loss_weight", z_loss_weight)
+    if z_weight < 0.0:
+        raise ValueError(f"{op}: z_loss_weight must be at least 0, got {z_weight}")
     check_choice(op, "reduction", reduction, REDUCTIONS)
     check_backend(op, backend)
     return (
         linear_cross_entropy_op.Arguments(
-            x, weight, target, bias, index, smoothing, reduction, needs_gradient(x, weight, bias)
+            x, weight, target, bias, class_weight, index, smoothing, cap, z_weight, reduction,
+            bool(return_accuracy), needs_gradient(x, weight, bias),
         ),
         backend,
         bool(strict),
-    )
+    )  # fmt: skip
 
 
 linear_cross_entropy_op.prepare = _prepare
@@ -200,8 +297,8 @@ def check_values(a: Any) -> None:
 
 
 def _reference(a: Any) -> tuple[torch.Tensor, ...]:
-    loss, split_lse, product = cross_entropy_forward(a)
-    return loss, split_lse, product if keeps(a) else product.new_zeros(0)
+    loss, split_lse, product, correct = cross_entropy_forward(a)
+    return loss, split_lse, product if keeps(a) else product.new_zeros(0), correct
 
 
 def _reference_bytes(a: Any) -> int:

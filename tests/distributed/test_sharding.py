@@ -122,6 +122,9 @@ def test_random_losses_within_the_bounds(pool: Pool, how: str) -> None:
             continue
         results = exact(fuzz_cross_entropy.solve(problem))
         found = pool.run(ranks, loss_of, number, shape, places, None, backend=backend, strict=True)
+        if refused := {"softcap", "class_weight"} & problem.features:
+            assert "split by" in found[0] and any(name in found[0] for name in refused), found[0]
+            continue
         assert all(bounds.other_bits(found[0], other) == [] for other in found[1:]), problem
         if results.results["loss"].value.isnan().any():  # the mean over no target
             assert found[0].pop("loss").isnan()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from named import Named
 
+import pytransformer as pt
 from pytransformer.testing.exact_cross_entropy import Problem
 from support import fuzz_cross_entropy
 
@@ -38,11 +39,16 @@ def problem(
         target[1::3] = keywords.get("ignore_index", -100)
         x[1::3] = torch.nan
     tensors = {"x": x.to(dtype), "weight": (weight / d**0.5).to(dtype), "target": target}
+    if keywords.pop("class_weight", False):
+        tensors["class_weight"] = torch.rand(classes) * 4 + 0.1
     if bias is not None:
         tensors["bias"] = torch.randn(classes, dtype=F64).to(bias)
-    wanted = [n for n in tensors if n != "target"] if wanted is None else list(wanted)
+    if wanted is None:
+        wanted = [n for n in tensors if n not in fuzz_cross_entropy.NO_GRADIENT]
     tensors["grad_out"] = torch.randn((rows,) if keywords.get("reduction") == "none" else ())
-    return Problem(dtype, "zero_mean", tensors, dict.fromkeys(tensors, layout), keywords, wanted)
+    return Problem(
+        dtype, "zero_mean", tensors, dict.fromkeys(tensors, layout), keywords, list(wanted)
+    )
 
 
 # Tiles of 128 rows and 256 classes, or 128 if these are few, steps of 64. Emulated, forward
@@ -59,9 +65,25 @@ PROBLEMS = {
     "strides": problem(F16, (50, 24, 130), F64, layout="step", ignored=True),
     "only the bias": problem(BF16, (200, 16, 264), BF16, wanted=["bias"]),
     "only the weight": problem(BF16, (140, 20, 40), wanted=["weight"], ignored=True),
+    "softcap": problem(BF16, (150, 72, 600), F32, ignored=True, softcap=2.0, label_smoothing=0.1),
+    "softcap and z-loss": problem(F16, (300, 24, 264), F16, softcap=3.0, z_loss_weight=0.02),
+    "z-loss of rows": problem(BF16, (70, 136, 520), reduction="none", z_loss_weight=0.1,
+        return_z_loss=True, ignored=True),
+    "class weights": problem(F16, (140, 40, 300), F32, class_weight=True, z_loss_weight=0.05,
+        ignored=True),
     "one class": problem(F16, (3, 8, 1), F32),
     "one of each": problem(BF16, (1, 1, 2), BF16, label_smoothing=0.5),
 }  # fmt: skip
+
+
+def supported(problem: Problem, device: str = "cpu") -> bool:
+    """Return true if the backend "cuda" supports the problem's dtype and options."""
+    t = {name: tensor.to(device) for name, tensor in problem.tensors.items()}
+    explained = pt.explain(
+        "linear_cross_entropy", t["x"], t["weight"], t["target"],
+        class_weight=t.get("class_weight"), **problem.keywords,
+    )  # fmt: skip
+    return explained.reasons["cuda"] is None
 
 
 def problems() -> Iterator[Named]:

@@ -114,7 +114,7 @@ def subjects() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
             {
                 **loss_call, "lin_weight": torch.randn(5, 8), "_input": torch.randn(4, 8),
                 "target": torch.tensor([3, 1, 2, 1]),
-                "bias": torch.randn(5), "ce_weight": torch.ones(5), "ignore_index": 1,
+                "bias": torch.randn(5), "ce_weight": torch.arange(1.0, 6.0), "ignore_index": 1,
                 "lse_square_scale": 0.1, "label_smoothing": 0.2,
                 "reduction": "sum", "softcap": 2.0, "return_z_loss": True,
                 "accum_dtype": torch.bfloat16, "use_token_scaling": True,

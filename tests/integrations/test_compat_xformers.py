@@ -185,6 +185,30 @@ def test_dropout_drops_weights() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_liger_options_equal_the_formula(reduction: Any) -> None:
+    """Softcap, z-loss over the number of targets, class weights, and the parts that come back."""
+    (weight, x), copies = leaves_of((11, 8), (6, 8))
+    target, class_weight = torch.tensor([0, 2, 10, -100, 5, 1]), torch.rand(11) + 0.1
+    out = LigerFusedLinearCrossEntropyLoss(
+        ce_weight=class_weight, lse_square_scale=0.1, softcap=2.0, reduction=reduction,
+        label_smoothing=0.2, return_z_loss=True, return_token_accuracy=True,
+    )(weight, x, target)  # fmt: skip
+    logits = 2.0 * torch.tanh(copies[1] @ copies[0].T / 2.0)
+    counts = target != -100
+    z_loss = torch.where(counts, 0.1 * logits.logsumexp(-1) ** 2, 0.0)
+    accuracy = (logits.argmax(-1) == target).double()
+    if reduction != "none":
+        z_loss = z_loss.sum() / (counts.sum() if reduction == "mean" else 1)
+        accuracy = accuracy.sum() / counts.sum()
+    expected = z_loss + torch.nn.functional.cross_entropy(
+        logits, target, class_weight.to(logits.dtype), label_smoothing=0.2, reduction=reduction
+    )
+    torch.testing.assert_close(out.z_loss.double(), z_loss, rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.token_accuracy.double(), accuracy.float().double())
+    check(out.loss, expected, [weight, x], copies, reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_liger_loss_equals_the_formula(reduction: Any) -> None:
     for ignore_index, smoothing, biased in ((-100, 0.0, False), (2, 0.1, True)):
         (weight, x, bias), copies = leaves_of((11, 8), (6, 8), (11,))

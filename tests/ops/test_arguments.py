@@ -116,7 +116,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         "gate_bias": rand(10), "dropout_p": 0.5,
     },
     "linear_cross_entropy": {
-        "bias": rand(5), "ignore_index": 3, "label_smoothing": 0.25, "reduction": "sum"
+        "bias": rand(5), "ignore_index": 3, "label_smoothing": 0.25, "reduction": "sum",
+        "class_weight": torch.tensor([1.0, 0.5, 2.0, 0.25, 3.0]), "softcap": 0.5,
+        "z_loss_weight": 0.25,
     },
     "rotary": {
         "positions": POSITIONS + 1, "cos": ANGLES[0], "sin": ANGLES[1], "base": 50.0,
@@ -159,6 +161,8 @@ WITHOUT_EFFECT = {
     "deterministic": "False permits another order of sums; it requires none",
     "recompute": "exchanges memory for time",
     "return_lse": "adds an output",
+    "return_z_loss": "adds an output",
+    "return_accuracy": "adds an output",
     "dropout_seed": "models pass it on in evaluation, where dropout_p is 0",
     "enable_gqa": "permits grouped heads, as in PyTorch",
 }

@@ -53,8 +53,9 @@ FUZZERS = {
     "cross_entropy": rowwise(fuzz_cross_entropy),
     "rotary": rowwise(fuzz_rotary),
 }
-# Min share of the calls that the fast path must compute. The rest have no elements, odd seeds,
-# strides (norms), or frequencies that are given or depend on the sequence's length (rotary).
+# Minimum share of the calls that the fast path must compute. The rest have no elements, odd seeds,
+# strides (norms), frequencies that are given or follow from the sequence's length (rotary), or
+# softcap, z-loss, class weights or accuracy (cross entropy).
 LEAST = {
     "attention": 0.9,
     "attention_varlen": 0.9,
@@ -62,7 +63,7 @@ LEAST = {
     "rms_norm": 0.3,
     "add_norm": 0.2,
     "feed_forward": 0.9,
-    "linear_cross_entropy": 0.9,
+    "linear_cross_entropy": 0.45,
     "rotary": 0.5,
     "append_kv": 0.5,
 }
@@ -98,7 +99,8 @@ def test_random_problems_give_equal_bits(
         assert done >= LEAST[op] * asked, f"{op}: the fast path did {done} of {asked} calls"
 
 
-NAMED = [case for case in cases(size="small") if case.op in LEAST]
+IN_PYTHON = ("linear_cross_entropy_softcap",)
+NAMED = [c for c in cases(size="small") if c.op in LEAST and c.name not in IN_PYTHON]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

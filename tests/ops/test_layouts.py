@@ -52,7 +52,9 @@ CALLS: dict[str, dict[str, object]] = {
     "rms_norm": dict(x=W, normalized_shape=4, weight=B),
     "add_norm": dict(x=W, residual=W, weight=B, bias=B),
     "feed_forward": dict(x=W, w1=W, b1=B, w2=W, b2=B, gate_weight=W, gate_bias=B),
-    "linear_cross_entropy": dict(x=W, weight=W, target=torch.tensor([0, 1, 2, 3]), bias=B),
+    "linear_cross_entropy": dict(
+        x=W, weight=W, target=torch.tensor([0, 1, 2, 3]), bias=B, class_weight=B
+    ),
     "rotary": dict(x=Q, positions=torch.arange(4), weight=B),
     "append_kv": dict(
         query=Q, key=Q, value=Q, cache=pt.KeyValues(zeros(1, 2, 8, 4), zeros(1, 2, 8, 4)),

@@ -114,6 +114,11 @@ def problems() -> Iterator[tuple[str, Callable[[], Any], str]]:
         yield (*found, "")[:3]
 
 
+OPTIONS: dict[str, Any] = dict(
+    softcap=30.0, z_loss_weight=1e-4, label_smoothing=0.1, return_accuracy=True
+)
+
+
 def _problems() -> Iterator[tuple[Any, ...]]:
     for name in ("full", "causal", "window", "bias", "t5_bias", "dropout", "everything"):
         yield f"{name} D64 bf16", attention(name, torch.bfloat16, 64)
@@ -270,6 +275,9 @@ def _problems() -> Iterator[tuple[Any, ...]]:
             cross_entropy(torch.bfloat16, classes, label_smoothing=0.1),
         )
     yield "cross_entropy 1000 classes fp32", cross_entropy(torch.float32, 1000)
+    for classes in (200, 50257):
+        run = cross_entropy(torch.bfloat16, classes, class_weight=torch.ones(classes), **OPTIONS)
+        yield f"cross_entropy {classes} classes bf16 options", run
 
 
 def attention(
@@ -381,7 +389,7 @@ def cross_entropy(dtype: torch.dtype, classes: int, **kwargs: Any) -> Callable[[
         )
         backend = linear_cross_entropy_op.backends["triton"]
         loss, *saved = backend.forward(a)
-        backend.backward(a, (loss,), saved, [True] * 3)
+        backend.backward(a, (loss,), saved[:2], [True] * 3)
 
     return run
 

@@ -132,6 +132,24 @@ MUTANTS = {
         "tl.load(DBIAS + j, mask=j < classes, other=0.0) + ",
         "",
     ),
+    "softcap_missing_in_backward": ("bwd.py", "b_dz *= (1.0 - b_t) * (1.0 + b_t)", "b_dz *= 1.0"),
+    "softcap_missing_at_the_target": (
+        "fwd.py",
+        "b_z = C.SOFTCAP * tanh(b_z / C.SOFTCAP)",
+        "b_z = b_z",
+    ),
+    "p_factor_missing": ("bwd.py", "b_p *= tl.load(", "b_p *= 1.0 + 0.0 * tl.load("),
+    "class_weight_missing_in_backward": (
+        "bwd.py",
+        "b_q *= tl.load(CLASS_WEIGHT + j",
+        "b_q *= 1.0 + 0.0 * tl.load(CLASS_WEIGHT + j",
+    ),
+    "class_weight_missing_in_the_mean": (
+        "fwd.py",
+        "b_w *= tl.load(CLASS_WEIGHT + j",
+        "b_w *= 1.0 + 0.0 * tl.load(CLASS_WEIGHT + j",
+    ),
+    "argmax_within_its_block": ("fwd.py", "t * C.BN + tl.argmax(", "tl.argmax("),
     "half_scale_left_in": ("bwd.py", "d_weight *= most / kind.SCALE", "d_weight *= most"),
 }
 

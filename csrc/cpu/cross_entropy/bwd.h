@@ -9,7 +9,7 @@
 namespace pt {
 namespace PT_ISA {
 
-// Convert z of a tile to dz and store it in the block.
+// Convert x weight^T of a tile to the gradient of the logits and store it in the block.
 template <class T>
 struct LogitGradient {
   using acc = typename T::acc;
@@ -33,10 +33,12 @@ struct LogitGradient {
       acc* row = tiles[0] + r * ld;
       if (p.target[at] == p.ignore_index) {
         for (int64_t j = 0; j < n; j += T::width) store(row + j, vec{});
+      } else if (f.p_factor || p.softcap != 0) {
+        with_options(row, at, c0, n);
       } else {
         const acc* split_lse = static_cast<const acc*>(f.split_lse);
         const acc row_max = split_lse[at], log_sum = split_lse[p.rows + at],
-                  g = static_cast<const acc*>(f.upstream)[at];
+                  g = static_cast<const acc*>(f.g)[at];
         for (int64_t j = 0; j < n; j += T::width) {
           const vec z = load(row + j) + bias.at(j);
           store(row + j,
@@ -47,6 +49,37 @@ struct LogitGradient {
       }
       write_row<T>(dz + (m0 + r) * columns + n0, row, n);
     }
+  }
+
+ private:
+  // Convert a row of n classes from c0 with softcap, class weights or z-loss.
+  void with_options(acc* row, int64_t at, int64_t c0, int64_t n) const {
+    const Bias<T> bias(p.bias, c0, n), weights(p.weights, c0, n);
+    const acc* split_lse = static_cast<const acc*>(f.split_lse);
+    const acc g = static_cast<const acc*>(f.g)[at], cap = acc(p.softcap);
+    const vec row_max = set1<vec>(split_lse[at]), log_sum = set1<vec>(split_lse[p.rows + at]),
+              p_factor = set1<vec>(f.p_factor ? static_cast<const acc*>(f.p_factor)[at] : g),
+              even = set1<vec>(acc(g * p.label_smoothing / double(p.classes)));
+    const int64_t target = p.target[at] - c0;
+    acc of_target = 0;
+    if (target >= 0 && target < n) {
+      const acc w = p.weights ? static_cast<const acc*>(p.weights)[c0 + target] : acc(1);
+      of_target = g * acc(1 - p.label_smoothing) * w;
+      if (cap != 0) {
+        const acc u =
+            row[target] + (p.bias ? static_cast<const acc*>(p.bias)[c0 + target] : acc(0));
+        vec slope;
+        capped(set1<vec>(u), cap, &slope);
+        of_target *= slope[0];
+      }
+    }
+    for (int64_t j = 0; j < n; j += T::width) {
+      vec z = load(row + j) + bias.at(j), slope = set1<vec>(acc(1));
+      if (cap != 0) z = capped(z, cap, &slope);
+      const vec q = p.weights ? vec(even * weights.at(j)) : even;
+      store(row + j, vec((p_factor * exp_of(vec(z - row_max - log_sum)) - q) * slope));
+    }
+    if (target >= 0 && target < n) row[target] -= of_target;
   }
 };
 

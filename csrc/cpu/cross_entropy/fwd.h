@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "cpu/core/stream.h"
+#include "cpu/core/tanh.h"
 #include "cpu/cross_entropy/plan.h"
 
 namespace pt {
@@ -17,6 +18,15 @@ inline thread_local Arena entropy_arena;  // calling thread: running sums of the
 template <class V>
 INLINE V exp_of(V x) {
   return exp2v<5>(V(x * set1<V>(scalar_of<V>(kLog2e))));
+}
+
+// Return z of u, and its derivative by u if slope is not null.
+template <class V>
+INLINE V capped(V u, scalar_of<V> cap, V* slope = nullptr) {
+  V t, d;
+  tanh_and_slope(V(u * set1<V>(1 / cap)), &t, &d);
+  if (slope) *slope = d;
+  return t * set1<V>(cap);
 }
 
 // Reduce z of a tile to each row's maximum, sum of exponentials and sum; pick z of the target.
@@ -45,7 +55,7 @@ struct LogitEpilogue {
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t count, int64_t n0, int64_t n,
                   Arena&) const {
     const int64_t c0 = first_class + n0;
-    if (n == kPanel<T> && p.label_smoothing == 0)
+    if (n == kPanel<T> && p.label_smoothing == 0 && p.softcap == 0)
       summarize<true>(tiles[0], ld, m0, count, n0, std::integral_constant<int64_t, kPanel<T>>());
     else summarize<false>(tiles[0], ld, m0, count, n0, n);
     for (int64_t r = 0; r < count; r++) {
@@ -53,17 +63,25 @@ struct LogitEpilogue {
       if (p.target[first_row + m0 + r] != p.ignore_index && c >= 0 && c < n)
         picked[m0 + r] = tiles[0][r * ld + c];
     }
+    if (!panels.best) return;
+    const int64_t at = n0 / kPanel<T> * panels_rows() + m0;
+    for (int64_t r = 0; r < count; r++) {
+      int64_t c = 0;
+      while (c + 1 < n && tiles[0][r * ld + c] != panels.maximum[at + r]) c++;
+      panels.best[at + r] = c0 + c;
+    }
   }
 
  private:
-  // Reduce the tile's rows into panels. PLAIN: a full panel without the sums of logits.
+  // Reduce the tile's rows into panels. PLAIN: a full panel without softcap and sums of logits.
   template <bool PLAIN, class Columns>
   INLINE void summarize(acc* tile, int64_t ld, int64_t m0, int64_t count, int64_t n0,
                         Columns n) const {
     constexpr int64_t vectors = kPanel<T> / T::width;
     const int64_t c0 = first_class + n0;
-    const Bias<T> bias(p.bias, c0, n);
+    const Bias<T> bias(p.bias, c0, n), weights(p.weights, c0, n);
     const vec lowest = set1<vec>(-kInfinity<acc>);
+    const acc cap = acc(p.softcap);
     acc* at[3] = {panels.maximum, panels.sum, panels.logits};
     for (acc*& a : at) a += n0 / kPanel<T> * panels_rows() + m0;
     for (int64_t r0 = 0; r0 < count; r0 += T::width) {
@@ -80,7 +98,9 @@ struct LogitEpilogue {
           else if (kept && j * T::width < n) stream(kept + j * T::width, (vi32)xw);
           if constexpr (!PLAIN) {
             const mask in = mask_n<vec>(n - j * T::width);
-            plain[i] = plain[i] + select(in, z, vec{});
+            if (cap != 0) z = capped(z, cap);
+            const vec weighted = p.weights ? vec(z * weights.at(j * T::width)) : z;
+            plain[i] = plain[i] + select(in, weighted, vec{});
             z = select(in, z, lowest);
           }
           store(row + j * T::width, z);
@@ -126,38 +146,63 @@ void merge(const RowSums<T>& panels, int64_t count, const RowSums<T>& rows, int 
   });
 }
 
+// Merge the first largest classes of `count` panels into the rows', in order, before merge().
+template <class T>
+void merge_best(const RowSums<T>& panels, int64_t count, const RowSums<T>& rows, int threads) {
+  for_each_task(ceil_div(rows.size, 16 * T::width), threads, [&](int64_t task) {
+    for (int64_t r = task * 16 * T::width; r < min(rows.size, (task + 1) * 16 * T::width); r++) {
+      typename T::acc top = rows.maximum[r];
+      for (int64_t at = r; at < count * rows.size; at += rows.size)
+        if (panels.maximum[at] > top) top = panels.maximum[at], rows.best[r] = panels.best[at];
+    }
+  });
+}
+
+// Return the mean of the class weights, 1 without.
+template <class T>
+double mean_weight(const CrossEntropyProblem& p) {
+  if (!p.weights) return 1;
+  double sum = 0;
+  for (int64_t c = 0; c < p.classes; c++) sum += static_cast<const typename T::acc*>(p.weights)[c];
+  return sum / double(p.classes);
+}
+
 // Write the loss and the split lse of the rows [first, first + count).
 template <class T>
 void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward& f, int64_t first,
                          int64_t count) {
   using acc = typename T::acc;
   const int64_t size = round_up(count, T::width), step = ForwardPlan<T>::kStep;
-  entropy_arena.reset(ForwardPlan<T>::arena_bytes(count));
-  const RowSums<T> rows(size, entropy_arena), panels(kBlockPanels * size, entropy_arena);
+  entropy_arena.reset(ForwardPlan<T>::arena_bytes(count, f.correct));
+  const RowSums<T> rows(size, f.correct, entropy_arena),
+      panels(kBlockPanels * size, f.correct, entropy_arena);
   acc* picked = entropy_arena.take<acc>(size);
   acc* product = f.product ? static_cast<acc*>(f.product) + first * p.classes : nullptr;
   const bool streaming = LogitEpilogue<T>::streams(product, p.rows, p.classes);
-  for (int64_t r = 0; r < size; r++)
-    rows.maximum[r] = -kInfinity<acc>, rows.sum[r] = 0, rows.logits[r] = 0, picked[r] = 0;
-  for (int64_t i = 0; i < panels.size; i++)
-    panels.maximum[i] = -kInfinity<acc>, panels.sum[i] = 0, panels.logits[i] = 0;
+  for (int64_t r = 0; r < size; r++) picked[r] = 0;
 
   for (int64_t c = 0; c < p.classes; c += step) {
     const int64_t n = min(step, p.classes - c);
     logits_product<T>(p, first, count, c, n)
         .run(LogitEpilogue<T>{p, panels, first, count, c, picked, product, streaming});
+    if (f.correct) merge_best<T>(panels, ceil_div(n, kPanel<T>), rows, p.threads);
     merge<T>(panels, ceil_div(n, kPanel<T>), rows, p.threads);
   }
 
-  const double smoothing = p.label_smoothing;
+  const double smoothing = p.label_smoothing, mean = mean_weight<T>(p);
   acc *loss = static_cast<acc*>(f.loss) + first, *row_max = static_cast<acc*>(f.split_lse) + first,
       *log_sum = row_max + p.rows;
   for (int64_t r = 0; r < count; r++) {
     const double top = double(rows.maximum[r]), log = std::log(double(rows.sum[r]));
     row_max[r] = rows.maximum[r], log_sum[r] = acc(log);
-    double value = log - (1 - smoothing) * (double(picked[r]) - top);
-    if (smoothing > 0) value -= smoothing * (double(rows.logits[r]) / double(p.classes) - top);
-    loss[r] = p.target[first + r] == p.ignore_index ? acc(0) : acc(value);
+    const int64_t target = p.target[first + r];
+    const bool ignored = target == p.ignore_index;
+    if (f.correct) static_cast<acc*>(f.correct)[first + r] = !ignored && rows.best[r] == target;
+    const double w = p.weights && !ignored ? static_cast<const acc*>(p.weights)[target] : 1;
+    double value = (1 - smoothing) * w * (log - (double(picked[r]) - top));
+    if (smoothing > 0)
+      value += smoothing * (mean * log - (double(rows.logits[r]) / double(p.classes) - mean * top));
+    loss[r] = ignored ? acc(0) : acc(value);
   }
 }
 

@@ -26,12 +26,12 @@ void backward(const CrossEntropyProblem& p, const CrossEntropyBackward& f) {
   }
 }
 
-int64_t scratch_bytes(const CrossEntropyProblem& p, bool kept) {
+int64_t scratch_bytes(const CrossEntropyProblem& p, bool kept, bool correct) {
   switch (p.dtype) {
-    case DType::f32: return cross_entropy_scratch<Float<float>>(p, kept).bytes(p.threads);
-    case DType::bf16: return cross_entropy_scratch<Bf16>(p, kept).bytes(p.threads);
-    case DType::f16: return cross_entropy_scratch<Float<f16>>(p, kept).bytes(p.threads);
-    case DType::f64: return cross_entropy_scratch<Double>(p, kept).bytes(p.threads);
+    case DType::f32: return cross_entropy_scratch<Float<float>>(p, kept, correct).bytes(p.threads);
+    case DType::bf16: return cross_entropy_scratch<Bf16>(p, kept, correct).bytes(p.threads);
+    case DType::f16: return cross_entropy_scratch<Float<f16>>(p, kept, correct).bytes(p.threads);
+    case DType::f64: return cross_entropy_scratch<Double>(p, kept, correct).bytes(p.threads);
   }
   return 0;
 }

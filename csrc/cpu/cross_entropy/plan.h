@@ -62,18 +62,25 @@ template <class T>
 struct RowSums {
   using acc = typename T::acc;
   int64_t size;
-  acc *maximum, *sum, *logits;  // sums of exp(z - maximum) and of z; total or per panel
-  static size_t bytes(int64_t size) { return 3 * Arena::bytes_for<acc>(size); }
-  RowSums(int64_t n, Arena& arena)
-      : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)) {}
+  acc *maximum, *sum, *logits;  // sums of exp(z - maximum) and of w z; total or per panel
+  int64_t* best;                // first class with the maximum, or null
+  static size_t bytes(int64_t size, bool with_best) {
+    return 3 * Arena::bytes_for<acc>(size) + (with_best ? Arena::bytes_for<int64_t>(size) : 0);
+  }
+  RowSums(int64_t n, bool with_best, Arena& arena)
+      : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)),
+        best(with_best ? arena.take<int64_t>(n) : nullptr) {
+    for (int64_t i = 0; i < n; i++) maximum[i] = -kInfinity<acc>, sum[i] = 0, logits[i] = 0;
+    for (int64_t i = 0; best && i < n; i++) best[i] = 0;
+  }
 };
 
 template <class T>
 struct ForwardPlan {
   static constexpr int64_t kStep = kBlockPanels * kPanel<T>;  // classes between two merges
-  static size_t arena_bytes(int64_t rows) {
+  static size_t arena_bytes(int64_t rows, bool correct) {
     const int64_t size = round_up(rows, T::width);
-    return RowSums<T>::bytes(size) + RowSums<T>::bytes(kBlockPanels * size) +
+    return RowSums<T>::bytes(size, correct) + RowSums<T>::bytes(kBlockPanels * size, correct) +
            Arena::bytes_for<typename T::acc>(size);
   }
 };
@@ -111,9 +118,9 @@ struct BackwardPlan {
 };
 
 // Return the scratch of forward and backward with all gradients, from the sizes only. kept:
-// backward reads forward's stored logits.
+// backward reads forward's stored logits. correct: forward compares argmax and target.
 template <class T>
-Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept) {
+Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept, bool correct) {
   using Backward = BackwardPlan<T>;
   const uint8_t live = 1;  // masked rows change the form of a gemm
   Scratch s;
@@ -124,7 +131,7 @@ Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept) {
     s.include(product.scratch(StoreEpilogue<T>(nullptr, 0, 0)));
   };
   edges(p.rows, chunk_rows(p), [&](int64_t rows) {
-    s.own = max(s.own, ForwardPlan<T>::arena_bytes(rows));
+    s.own = max(s.own, ForwardPlan<T>::arena_bytes(rows, correct));
     edges(p.classes, ForwardPlan<T>::kStep,
           [&](int64_t n) { measure(logits_product<T>(p, 0, rows, 0, n)); });
   });

@@ -16,26 +16,30 @@ struct CrossEntropyProblem {
   const void* x;          // (rows, depth)
   const void* weight;     // (classes, depth)
   const void* bias;       // (classes,) acc, or null
+  const void* weights;    // class weights: (classes,) acc, or null
   const int64_t* target;  // (rows,), each in [0, classes) or ignore_index
   int64_t ignore_index;
-  double label_smoothing;
+  double label_smoothing, softcap;  // softcap 0: none
   int threads;
 };
 
-// z = x weight^T + bias, m = max z, l = log(sum exp(z - m))
-// loss = l - (1 - s) (z[target] - m) - s (mean(z) - m), or 0 if the target is ignored
+// u = x weight^T + bias, z = softcap tanh(u / softcap) or u, m = max z, l = log(sum exp(z - m))
+// loss = (1 - s) w[target] (l - z[target] + m) + s (mean(w) (l + m) - mean(w z)), where w are the
+// class weights or 1; 0 if the target is ignored
 // m and l are stored apart: m + l loses the digits of l if all logits share a large part.
 struct CrossEntropyForward {
   void* loss;       // (rows,) acc
   void* split_lse;  // (2, rows) acc: m, l
   void* product;    // (rows, classes) acc: x weight^T for backward, or null
+  void* correct;    // (rows,) acc: 1 if the target is the first largest logit, else 0; or null
 };
 
-// dz = upstream (exp(z - m - l) - (1 - s) [c = target] - s / classes)
-// dx = dz weight, dweight = dz^T x, dbias = sum of dz
+// dz = p_factor exp(z - m - l) - g w ((1 - s) [c = target] + s / classes)
+// du = dz (1 - (z / softcap)^2), or dz; dx = du weight, dweight = du^T x, dbias = sum of du
 struct CrossEntropyBackward {
   const void* split_lse;  // (2, rows) acc
-  const void* upstream;   // (rows,) acc; not read if the target is ignored
+  const void* g;          // (rows,) acc; not read if the target is ignored
+  const void* p_factor;   // likewise; null if it equals g
   const void* product;    // forward's product, or null: recompute
   void *dx, *dweight;     // of dtype, or null
   void* dbias;            // (classes,) acc, or null
@@ -45,7 +49,7 @@ struct CrossEntropyKernels {
   void (*forward)(const CrossEntropyProblem&, const CrossEntropyForward&);
   void (*backward)(const CrossEntropyProblem&, const CrossEntropyBackward&);
   // Scratch of both directions with all gradients, from the sizes only.
-  int64_t (*scratch_bytes)(const CrossEntropyProblem&, bool kept);
+  int64_t (*scratch_bytes)(const CrossEntropyProblem&, bool kept, bool correct);
 };
 
 }  // namespace pt

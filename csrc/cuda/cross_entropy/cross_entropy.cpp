@@ -47,10 +47,11 @@ Labels labels_of(const Tensor& target, int64_t ignore_index, double smoothing, i
 // partials, picked: scratch for the tiles' results.
 void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor partials,
                        Tensor picked, Tensor loss, Tensor row_max, Tensor log_sum,
-                       int64_t ignore_index, double label_smoothing, int64_t device,
+                       int64_t ignore_index, double label_smoothing, double softcap, int64_t device,
                        int64_t stream) {
   Reachable reachable;
   LogitPartials f{};
+  f.softcap = float(softcap);
   f.product = logits_of(x, weight, reachable);
   const int64_t rows = f.product.rows, classes = f.product.columns;
   f.bias = bias_of(bias, "bias", classes, reachable);
@@ -73,9 +74,9 @@ void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
 }
 
 void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor row_max,
-                       Tensor log_sum, Tensor g, MaybeTensor d_logits, MaybeTensor bias_partials,
-                       int64_t ignore_index, double label_smoothing, int64_t device,
-                       int64_t stream) {
+                       Tensor log_sum, Tensor g, MaybeTensor p_factor, MaybeTensor d_logits,
+                       MaybeTensor bias_partials, int64_t ignore_index, double label_smoothing,
+                       double softcap, int64_t device, int64_t stream) {
   Reachable reachable;
   DLogitsProblem f{};
   f.product = logits_of(x, weight, reachable);
@@ -85,6 +86,9 @@ void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   f.row_max = floats_from(row_max, "row_max", rows, reachable);
   f.log_sum = floats_from(log_sum, "log_sum", rows, reachable);
   f.g = floats_from(g, "g", rows, reachable);
+  if (p_factor) f.p_factor = floats_from(*p_factor, "p_factor", rows, reachable);
+  STD_TORCH_CHECK(softcap == 0 || f.p_factor, "cross entropy: a softcap needs p_factor");
+  f.softcap = float(softcap);
   f.d_logits = result_of(d_logits, "d_logits", f.product, reachable);
   if (bias_partials)
     f.bias_partials = floats_to(*bias_partials, "bias_partials",
@@ -105,12 +109,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
       PT_EDGE_OP("cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, "
                  "Tensor(a!) partials, Tensor(b!) picked, "
                  "Tensor(c!) loss, Tensor(d!) row_max, Tensor(e!) log_sum, int ignore_index, float "
-                 "label_smoothing, int device, int stream) -> ()"));
+                 "label_smoothing, float softcap, int device, int stream) -> ()"));
   m.def(
       PT_EDGE_OP("cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor "
                  "row_max, Tensor log_sum, "
-                 "Tensor g, Tensor(a!)? d_logits, Tensor(b!)? bias_partials, int ignore_index, "
-                 "float label_smoothing, int device, int stream) -> ()"));
+                 "Tensor g, Tensor? p_factor, Tensor(a!)? d_logits, Tensor(b!)? bias_partials, "
+                 "int ignore_index, float label_smoothing, float softcap, int device, int stream) "
+                 "-> ()"));
   m.def(PT_EDGE_OP("cross_entropy_partials(int classes, bool smooth) -> int"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {

@@ -16,14 +16,16 @@ struct Labels {
   float on_target, on_each;
 };
 
-// z = x weight^T + bias, where product.a[0] = x and b[0] = weight^T, in tiles of classes.
-// `partials`, (2, or 3 with on_each; class tiles; rows), receives per tile and row the maximum, the
-// sum of exp(z - maximum) and the sum of logits. `picked` receives the target's logit.
+// u = x weight^T + bias, where product.a[0] = x and b[0] = weight^T, in tiles of classes. z =
+// softcap tanh(u / softcap), or u if softcap is 0. `partials`, (2, or 3 with on_each; class tiles;
+// rows), receives per tile and row the maximum, the sum of exp(z - maximum) and the sum of logits.
+// `picked` receives the target's logit.
 struct LogitPartials {
   Product product;
   Bias bias;
   Labels labels;
   float *partials, *picked;
+  float softcap;
 };
 
 // m = max z, l = log sum exp(z - m); loss = l - on_target (z_target - m) - on_each (mean(z) - m),
@@ -36,8 +38,8 @@ struct LossProblem {
   int64_t rows, classes, tiles;
 };
 
-// d_logits = (exp(z - m - l) - on_target [class = target] - on_each / classes) g, and its column
-// sums over 64 rows each.
+// d_logits = (p_factor exp(z - m - l) - g (on_target [class = target] + on_each / classes)) (1 - (z
+// / softcap)^2), where p_factor is g if null, and its column sums over 64 rows each.
 struct DLogitsProblem {
   Product product;
   Bias bias;
@@ -45,7 +47,9 @@ struct DLogitsProblem {
   const float *row_max, *log_sum;  // (rows,)
   const float* g;                  // (rows,): upstream gradient, scaled by the caller
   MatrixOut d_logits;
-  float* bias_partials;  // (ceil(rows / 64), classes); may be null
+  float* bias_partials;   // (ceil(rows / 64), classes); may be null
+  const float* p_factor;  // (rows,), or null without softcap, class weights and z-loss
+  float softcap;          // 0: none; else p_factor is not null
 };
 
 }  // namespace pt::cuda

@@ -29,11 +29,16 @@ def _keywords(problem: Problem) -> tuple[torch.Tensor | None, int, float, str]:
     )
 
 
+def _softcap_and_z_loss(problem: Problem) -> tuple[float, float]:
+    return problem.named.get("softcap") or 0.0, problem.named.get("z_loss_weight", 0.0)
+
+
 def prepare_naive(problem: Problem) -> Prepared:
     x, weight, target = (problem.named[name] for name in ("x", "weight", "target"))
     bias, ignored, smoothing, reduction = _keywords(problem)
     if smoothing:
         raise Unsupported("the naive code has no label smoothing")
+    softcap, factor = _softcap_and_z_loss(problem)
     valid = target != ignored
     index = torch.where(valid, target, 0)[:, None]
 
@@ -41,7 +46,12 @@ def prepare_naive(problem: Problem) -> Prepared:
         logits = x @ weight.t()
         if bias is not None:
             logits = logits + bias
-        loss = torch.logsumexp(logits, -1) - logits.gather(1, index)[:, 0]
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        lse = torch.logsumexp(logits, -1)
+        loss = lse - logits.gather(1, index)[:, 0]
+        if factor:
+            loss = loss + factor * lse**2
         loss = torch.where(valid, loss, 0.0)
         return (
             loss
@@ -57,6 +67,8 @@ def prepare_naive(problem: Problem) -> Prepared:
 def prepare_torch(problem: Problem) -> Prepared:
     x, weight, target = (problem.named[name] for name in ("x", "weight", "target"))
     bias, ignored, smoothing, reduction = _keywords(problem)
+    if any(_softcap_and_z_loss(problem)):
+        raise Unsupported("PyTorch's cross entropy has no softcap and no z-loss")
     return Prepared(
         "F.cross_entropy(F.linear(x, w))",
         lambda: (
@@ -80,4 +92,5 @@ PROVIDERS = {
 }
 QUICK = (Row("linear_cross_entropy", {"rows": 256, "d": 256, "classes": 8192}, ("float32",)),)
 _LARGE = (Row("linear_cross_entropy", {"rows": 1024, "d": 512, "classes": 8192}),)
-SUITES = {"aims": _LARGE, "isa": _LARGE}
+_SOFTCAP = (Row("linear_cross_entropy_softcap", {"rows": 1024, "d": 512, "classes": 8192}),)
+SUITES = {"aims": (*_LARGE, *_SOFTCAP), "isa": _LARGE}

@@ -4,7 +4,7 @@
 ::
 
     m = max_r m_r,   l = log(sum_r exp(m_r - m + l_r))
-    loss = l - (1 - s) (sum_r z_r,target - m) - s (sum_r sum_c z_rc / V - m)
+    loss = l - (1 - s) (sum_r z_r,target - m) - s (sum_r sum_c z_rc / V - m) + lambda (m + l)^2
 
 In forward the ranks exchange three numbers per row: the maximum logit m_r of their classes, the
 logarithm l_r of the sum of exponentials relative to it, and the target's logit if they own its
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ...ops._core.registry import Op
 from ...ops._core.tensors import looks_at_values
+from ...ops._problem.cross_entropy import weight_of_targets
 from ...ops.cross_entropy import check_values
 from ..tile import BY_LSE
 from .call import Rule, from_local, named, tensors_of, to_local, whole
@@ -39,8 +40,22 @@ IGNORED = -100  # ignore_index of the calls on a rank's classes
 
 
 def ways(a: Any) -> list[Way]:
-    rows = [Way(f"dimension {d} of x", {"x": d, "target": d}, (d,)) for d in range(a.x.dim() - 1)]
-    return [*rows, Way(VOCABULARY, named({"weight": 0, "bias": 0}, a), (None,))]
+    both = a.class_weight is not None and a.z_loss_weight and a.reduction == "mean"
+    refused = (
+        "class_weight and z_loss_weight have different means; use reduction='sum'" if both else None
+    )
+    rows = [
+        Way(f"dimension {d} of x", {"x": d, "target": d}, (d,), refused=refused)
+        for d in range(a.x.dim() - 1)
+    ]
+    classes = named({"weight": 0, "bias": 0}, a)
+    return [*rows, Way(VOCABULARY, classes, (None,), refused=_not_by_classes(a))]
+
+
+def _not_by_classes(a: Any) -> str | None:
+    """Return why the classes cannot be split, and a hint, or None."""
+    names = [n for n in ("softcap", "class_weight") if getattr(a, n) not in (None, 0.0)]
+    return f"{' and '.join(names)} not supported; split the rows of x" if names else None
 
 
 def linear_cross_entropy(op: Op, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor]:
@@ -57,6 +72,10 @@ def linear_cross_entropy(op: Op, a: Any, backend: str | None, strict: bool) -> t
     part = a._replace(**local, reduction="none")
     by_rows = [mesh.get_group(i) for i, way in enumerate(chosen) if "x" in way.arguments]
     valid = _valid(a._replace(target=part.target), by_rows)
+    if a.class_weight is not None:
+        valid = weight_of_targets(part)
+        for group in by_rows:
+            dist.all_reduce(valid, group=group)
     by_classes = [i for i, way in enumerate(chosen) if way.name == VOCABULARY]
     if by_classes:
         own = _own_classes(a.weight.shape[0], mesh, by_classes)
@@ -162,9 +181,13 @@ class _Part:
         target: torch.Tensor,
         bias: Any,
         smoothing: float,
+        z_loss_weight: float,
     ) -> Any:
         """Return the arguments of a call on this rank's classes."""
-        return self.op.Arguments(x, weight, target, bias, IGNORED, smoothing, "none", False)
+        return self.op.Arguments(
+            x, weight, target, bias, None, IGNORED, smoothing, 0.0, z_loss_weight, "none", False,
+            False,
+        )  # fmt: skip
 
 
 def _merged(shares: torch.Tensor) -> torch.Tensor:
@@ -203,6 +226,8 @@ class _Losses(torch.autograd.Function):
         loss = log_sum - (1.0 - part.smoothing) * (picked - row_max)
         for total in rest:
             loss = loss - part.smoothing * (total / part.a.weight.shape[0] - row_max)
+        if part.a.z_loss_weight:
+            loss = loss + part.a.z_loss_weight * (row_max + log_sum) ** 2
         return torch.where(valid, loss, 0.0)
 
     @staticmethod
@@ -218,9 +243,8 @@ def _split_lse(
     if not len(weight):
         return torch.full((2, *valid.shape), -torch.inf, dtype=work, device=x.device)
     any_class = torch.where(valid, 0, IGNORED)
-    split_lse = part.op.run(part.call(x, weight, any_class, bias, 0.0), part.backend, part.strict)[
-        1
-    ]
+    call = part.call(x, weight, any_class, bias, 0.0, 0.0)
+    split_lse = part.op.run(call, part.backend, part.strict)[1]
     return torch.where(valid, split_lse, 0.0)
 
 
@@ -271,7 +295,7 @@ def _gradients(
     target = torch.where(valid, torch.where(mine, place, own), IGNORED)
     more = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
     biases = F.pad(split_lse.new_zeros(own) if bias is None else bias, (0, 1), value=-torch.inf)
-    a = part.call(x, more, target, biases, s)
+    a = part.call(x, more, target, biases, s, part.a.z_loss_weight)
     if part.op.select(a, part.backend, part.strict).name not in BY_LSE:
         return _plain(part, saved, grad, wanted)
     results = part.op.backward(
@@ -298,15 +322,16 @@ def _plain(
 ) -> list[torch.Tensor | None]:
     """Return :func:`_gradients` for the reference, whose backward recomputes m and l.
 
-    dz = g (exp(z - m - l) - (1 - s) [c = target] - s / V)
+    dz = g ((1 + 2 lambda (m + l)) exp(z - m - l) - (1 - s) [c = target] - s / V)
     """
     x, weight, bias, valid, mine, place, split_lse = saved
     rows = torch.where(valid[..., None], x.to(split_lse.dtype), 0.0)
     w = weight.to(split_lse.dtype)
     own = len(weight)
     z = F.linear(rows, w, None if bias is None else bias.to(split_lse.dtype))
+    factor = 1.0 + 2.0 * part.a.z_loss_weight * split_lse.sum(0)
     dz = (
-        torch.exp(z - split_lse[0][..., None] - split_lse[1][..., None])
+        factor[..., None] * torch.exp(z - split_lse[0][..., None] - split_lse[1][..., None])
         - part.smoothing / part.a.weight.shape[0]
     )
     dz = dz.scatter_add(

@@ -26,6 +26,7 @@ def _cross_entropy(**fixed: Any) -> Builder:
 CASES: dict[str, tuple[Builder, str]] = {
     "linear_cross_entropy": (_cross_entropy(), "core self_check"),
     "linear_cross_entropy_smooth": (_cross_entropy(label_smoothing=0.1), ""),
+    "linear_cross_entropy_softcap": (_cross_entropy(softcap=30.0, z_loss_weight=1e-4), ""),
 }
 
 
@@ -45,13 +46,13 @@ def _work(s: Mapping[str, int]) -> Work:
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
     tensors = {
         name: named[name]
-        for name in ("x", "weight", "target", "bias")
+        for name in ("x", "weight", "target", "bias", "class_weight")
         if named.get(name) is not None
     }
     tensors |= dict(zip(("grad_out",), grads or []))
     keywords = {
         name: named[name]
-        for name in ("ignore_index", "label_smoothing", "reduction")
+        for name in ("ignore_index", "label_smoothing", "reduction", "softcap", "z_loss_weight")
         if name in named
     }
     drawn = exact_cross_entropy.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])

@@ -23,7 +23,12 @@ from .judge import judge as judge_run
 from .poison import poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 REDUCTIONS = ("mean", "sum", "none")
+
+
+NO_GRADIENT = ("target", "class_weight", "grad_out")
 
 
 def draw(seed: int, case: int) -> Problem:
@@ -77,12 +82,34 @@ def draw(seed: int, case: int) -> Problem:
         )
         if keywords["reduction"] == "none" and rng.random() < 0.3:  # rows of very different weight
             tensors["grad_out"] *= 10.0 ** (4 * torch.rand(shape) - 3).to(tensors["grad_out"].dtype)
+    tensors |= _options(rng, classes, dtype, keywords)
     layouts = {n: random_layout(rng, t, 0.5) for n, t in tensors.items()}
     features |= {
         *tensors,
+        *keywords,
         *({"strided"} if any(v != "contiguous" for v in layouts.values()) else ()),
     }
     return Problem(dtype, data, tensors, layouts, keywords, wanted, features)
+
+
+def _options(
+    rng: random.Random, classes: int, dtype: torch.dtype, keywords: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Add the rarer options to the keywords; return {"class_weight": ...} or nothing."""
+    if rng.random() < 0.6:
+        return {}
+    if rng.random() < 0.45:
+        keywords["softcap"] = rng.choice((0.5, 5.0, 30.0))
+    if rng.random() < 0.45:
+        keywords["z_loss_weight"] = rng.choice((1e-4, 0.02))
+        keywords["return_z_loss"] = rng.random() < 0.7
+    if rng.random() < 0.4:
+        keywords["return_accuracy"] = True
+    if rng.random() >= 0.45:
+        return {}
+    weights = torch.rand(classes, dtype=torch.float64) * rng.choice((1.0, 8.0)) + 0.1
+    other = rng.choice((dtype, torch.float32)) if dtype != torch.float64 else dtype
+    return {"class_weight": weights.to(other)}
 
 
 def of_case(case: Case, dtype: torch.dtype, **keywords: Any) -> Problem:
@@ -91,7 +118,7 @@ def of_case(case: Case, dtype: torch.dtype, **keywords: Any) -> Problem:
     given = named(case.op, args, given)
     tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
     keywords = {n: v for n, v in given.items() if n not in tensors} | keywords
-    wanted = [n for n in tensors if n != "target"]
+    wanted = [n for n in tensors if n not in NO_GRADIENT]
     shape = tensors["target"].shape if keywords.get("reduction") == "none" else ()
     tensors["grad_out"] = torch.randn(shape)
     return Problem(
@@ -112,17 +139,23 @@ def run(
         for n, t in laid.items()
         if n not in ("grad_out", "target")
     }
+    keywords = problem.keywords
     with poisoned(), trace() as record:
-        loss = pt.linear_cross_entropy(
+        out = pt.linear_cross_entropy(
             leaves["x"],
             leaves["weight"],
             laid["target"],
             bias=leaves.get("bias"),
-            **problem.keywords,
+            class_weight=leaves.get("class_weight"),
+            **keywords,
             backend=backend,
             strict=True,
         )
+        loss, *more = out if isinstance(out, tuple) else (out,)
         results: dict[str, Tensor | None] = {"loss": loss}
+        results |= dict(
+            zip([n for n in ("z_loss", "accuracy") if keywords.get(f"return_{n}")], more)
+        )
         if problem.wanted:
             found = torch.autograd.grad(loss, [leaves[n] for n in problem.wanted], laid["grad_out"])
             results |= dict(zip(problem.wanted, found))
@@ -142,14 +175,12 @@ def judge(
 
 def _mean_over_nothing(solution: oracle.Solution, results: dict[str, Tensor | None]) -> list[str]:
     """Check that the mean over no target is NaN; it has no number to compare."""
-    if not solution.results["loss"].value.isnan().any():
-        return []
-    loss = results.pop("loss")
-    return (
-        []
-        if loss is not None and loss.isnan()
-        else [f"loss = {loss}, the mean over no target is NaN: WRONG"]
-    )
+    means = {n: results.pop(n) for n, r in solution.results.items() if r.value.isnan().any()}
+    return [
+        f"{name} = {mean}, the mean over no target is NaN: WRONG"
+        for name, mean in means.items()
+        if mean is None or not mean.isnan().all()
+    ]
 
 
 def examine(

@@ -9,6 +9,9 @@ from unittest import mock
 
 import torch
 
+from pytransformer.ops._problem.cross_entropy import weight_of_targets
+from pytransformer.reference import cross_entropy as reference
+
 from .faults import (
     FAITHFUL,
     Fault,
@@ -16,6 +19,7 @@ from .faults import (
     as_contiguous,
     different_every_time,
     outputs,
+    patching,
     replacing,
     value_of,
 )
@@ -52,6 +56,35 @@ def _ignored_rows_counted(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
     return forward(a._replace(ignore_index=-12345, target=torch.where(fits, a.target, 0)))
 
 
+class _UnitUpstream(torch.autograd.Function):
+    """The identity, whose gradient ignores the upstream gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(grad)
+
+
+def _target_weight_on_smoothing(
+    original: Any, a: Any, logits: Any, picked: Any, log_sum: Any, target: Any
+) -> torch.Tensor:
+    """Scale the full smoothed loss with the target's weight."""
+    if a.class_weight is None:
+        return original(a, logits, picked, log_sum, target)
+    plain = original(a._replace(class_weight=None), logits, picked, log_sum, target)
+    return a.class_weight.to(plain.dtype)[target] * plain
+
+
+def _ignored_targets_correct(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
+    *rest, correct = forward(a)
+    if correct.numel():
+        correct = torch.where(a.target == a.ignore_index, 1.0, correct)
+    return *rest, correct
+
+
 FAULTS: dict[str, Fault] = {
     "faithful": FAITHFUL,
     "loss_off_by_0.4_percent": outputs(lambda y: y * 1.004),
@@ -66,6 +99,34 @@ FAULTS: dict[str, Fault] = {
             1.0, a.label_smoothing * a.weight.shape[0] / max(1, a.weight.shape[0] - 1)
         )
     ),
+    "softcap_ignored": replacing(softcap=lambda a: 0.0),
+    "softcap_ignored_in_backward": patching(torch, tanh=lambda tanh, x: value_of(tanh(x), x)),
+    "z_loss_ignored": replacing(z_loss_weight=lambda a: 0.0),
+    "z_loss_without_gradient": patching(
+        reference, reduced_z_loss=lambda f, a, split_lse: f(a, split_lse.detach())
+    ),
+    "z_loss_not_scaled_by_upstream": patching(
+        reference, reduced_z_loss=lambda f, *given: _UnitUpstream.apply(f(*given))
+    ),
+    "z_loss_mean_by_class_weights": patching(
+        reference,
+        reduced_z_loss=lambda f, a, lse: (
+            f(a._replace(reduction="sum"), lse) / weight_of_targets(a)
+            if a.reduction == "mean"
+            else f(a, lse)
+        ),
+    ),
+    "class_weight_ignored": replacing(class_weight=lambda a: None),
+    "class_weight_of_the_target_on_smoothing": patching(
+        reference, _row_losses=_target_weight_on_smoothing
+    ),
+    "class_weight_mean_by_count": patching(
+        reference, weight_of_targets=lambda f, a: f(a._replace(class_weight=None))
+    ),
+    "accuracy_of_the_next_class": patching(
+        torch.Tensor, argmax=lambda argmax, z, dim: (argmax(z, dim) + 1) % z.shape[dim]
+    ),
+    "ignored_targets_correct": _ignored_targets_correct,
     "mean_over_all_targets": _mean_over_all_targets,
     "sum_for_mean": replacing(reduction=lambda a: "sum" if a.reduction == "mean" else a.reduction),
     "ignored_rows_counted": _ignored_rows_counted,

@@ -99,7 +99,7 @@ def corpus() -> list[RawCall]:
     for weight in (torch.randn(5, 8), torch.randn(8, 5).T):
         calls += linear_calls(x, weight, bias)
     sizes = {"layer_norm_scratch": (8,), "feed_forward_scratch": (4, 8, 16, 8, True)}
-    sizes["linear_cross_entropy_scratch"] = (4, 8, 16, True)
+    sizes["linear_cross_entropy_scratch"] = (4, 8, 16, True, True)
     calls += [RawCall(NATIVE, op, (x, *numbers)) for op, numbers in sizes.items()]
     forward = [c for c in calls if c.namespace == NATIVE and c.op == "attention_fwd"]
     return calls + [

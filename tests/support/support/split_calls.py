@@ -167,6 +167,7 @@ def loss_of(
     problem, mesh = fuzz_cross_entropy.draw(SEED, number), mesh_of(group, shape)
     t = dict(problem.tensors)
     grad = t.pop("grad_out", None)
+    keywords = {n: v for n, v in problem.keywords.items() if not n.startswith("return_")}
     for name, where in places.items():
         if where is not None and name in t:
             t[name] = distribute_tensor(t[name], mesh, where)
@@ -174,8 +175,9 @@ def loss_of(
     with planted(fault):
         try:
             loss = pt.linear_cross_entropy(
-                t["x"], t["weight"], t["target"], bias=t.get("bias"), **problem.keywords, **options
-            )
+                t["x"], t["weight"], t["target"], bias=t.get("bias"),
+                class_weight=t.get("class_weight"), **keywords, **options,
+            )  # fmt: skip
             found = dict.fromkeys(leaves, None)
             if leaves:
                 assert grad is not None

@@ -8,8 +8,12 @@ namespace pt::cuda {
 void sm90_logit_partials(const LogitPartials& f, const MatmulPlan& plan, void* stream) {
   const int64_t tiles = (f.product.columns + kClassTile - 1) / kClassTile;
   with_half(f.product.dtype, [&](auto t) {
-    launch_matmul<decltype(t), NT>(
-        f.product, RowPartials{{f.bias}, f.labels, f.partials, f.picked, tiles}, plan, stream);
+    const auto run = [&](const auto& epilogue) {
+      launch_matmul<decltype(t), NT>(f.product, epilogue, plan, stream);
+    };
+    const float cap = f.softcap;
+    if (cap == 0) run(RowPartials<false>{{}, {f.bias}, f.labels, f.partials, f.picked, tiles});
+    else run(RowPartials<true>{{cap, 1 / cap}, {f.bias}, f.labels, f.partials, f.picked, tiles});
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/cross_entropy/sm90/labels.cuh"
 #include "cuda/cross_entropy/sm90/plan.h"
+#include "cuda/cross_entropy/sm90/softcap.cuh"
 
 namespace pt::cuda {
 
@@ -35,7 +36,8 @@ PT_DEVICE float quad_max(float x) {
 }
 
 // An epilogue (matmul.cuh).
-struct RowPartials {
+template <bool kSoftcap>
+struct RowPartials : Softcap<kSoftcap> {
   static constexpr uint32_t kScratch = TileBias<1>::kBytes + RowStats::kBytes;
   static constexpr int kPanels = 0;
   Bias bias[1];
@@ -75,6 +77,10 @@ struct RowPartials {
           PT_UNROLL
           for (int c = 0; c < 8; ++c) z[8 * strip + c] += b[c];
         }
+      }
+      if constexpr (kSoftcap) {
+        PT_UNROLL
+        for (int i = 0; i < R / 2; ++i) z[i] = this->capped(z[i]);
       }
       finish_row(place, z, end, r);
     }

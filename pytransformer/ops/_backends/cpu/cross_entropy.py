@@ -13,6 +13,7 @@ import torch
 
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._problem.cross_entropy import reduced_z_loss, row_factors, weight_of_targets
 
 
 def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], bool]) -> Backend:
@@ -27,20 +28,18 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
         if a.x.numel() == 0:
             return op.backends["reference"].forward(a)
         check_values(a)
-        loss, split_lse, product = op.empty_outputs(a)
+        loss, split_lse, product, correct = op.empty_outputs(a)
         losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
         torch.ops.pytransformer_C.linear_cross_entropy_fwd(
-            *_operands(a),
-            losses.view(-1),
-            split_lse.view(-1),
-            _kept(product),
-            a.ignore_index,
-            a.label_smoothing,
-        )
+            *_operands(a), losses.view(-1), split_lse.view(-1), _or_none(product),
+            _or_none(correct), a.ignore_index, a.label_smoothing, a.softcap,
+        )  # fmt: skip
         if a.reduction != "none":
             total = losses.double().sum()
-            loss.copy_(total / _valid(a) if a.reduction == "mean" else total)
-        return loss, split_lse, product
+            loss.copy_(total / weight_of_targets(a) if a.reduction == "mean" else total)
+        if a.z_loss_weight:
+            loss += reduced_z_loss(a, split_lse)
+        return loss, split_lse, product, correct
 
     def backward(
         a: Any,
@@ -52,8 +51,8 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
             return op.backends["reference"].backward(a, grads, saved, wanted)
         check_values(a)
         split_lse = saved[0].contiguous()
-        upstream = grads[0].double() / _valid(a) if a.reduction == "mean" else grads[0]
-        upstream = upstream.to(split_lse.dtype).expand(a.target.shape).reshape(-1).contiguous()
+        factors = row_factors(a, grads[0], split_lse, torch.float64)
+        g, p_factor = (None if f is None else f.to(split_lse.dtype) for f in factors)
         results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
         targets: dict[str, torch.Tensor | None] = {}
         for name, t in results.items():
@@ -66,13 +65,15 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
                     t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)
                 ).view(-1, t.shape[-1])
         torch.ops.pytransformer_C.linear_cross_entropy_bwd(
-            upstream,
+            g,
+            p_factor,
             *_operands(a),
             split_lse.view(-1),
-            _kept(saved[1]),
+            _or_none(saved[1]),
             *(targets[n] for n in ("x", "weight", "bias")),
             a.ignore_index,
             a.label_smoothing,
+            a.softcap,
         )
         for name, t in results.items():
             target = targets[name]
@@ -86,29 +87,24 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
             return 0
         rows, (classes, depth) = a.target.numel(), a.weight.shape
         held = torch.ops.pytransformer_C.linear_cross_entropy_scratch.default(
-            a.x, rows, depth, classes, keeps(a)
+            a.x, rows, depth, classes, keeps(a), a.accuracy
         )
         return held + rows * (8 if a.x.dtype == torch.float64 else 4)
 
     return Backend("cpu", forward, backward, why_not, extra_bytes)
 
 
-def _kept(product: torch.Tensor) -> torch.Tensor | None:
-    return product.contiguous().view(-1) if product.numel() else None
+def _or_none(output: torch.Tensor) -> torch.Tensor | None:
+    return output.contiguous().view(-1) if output.numel() else None
 
 
 def _operands(a: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return x, weight, target and bias as the kernels expect them."""
+    """Return x, weight, target, bias and class_weight as the kernels expect them."""
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
-    bias = None if a.bias is None else a.bias.to(work).contiguous()
+    vectors = (None if t is None else t.to(work).contiguous() for t in (a.bias, a.class_weight))
     return (
         a.x.reshape(-1, a.x.shape[-1]).contiguous(),
         a.weight.contiguous(),
         a.target.reshape(-1).contiguous(),
-        bias,
+        *vectors,
     )
-
-
-def _valid(a: Any) -> torch.Tensor:
-    """Return the number of targets that are not ignored, in float64."""
-    return (a.target != a.ignore_index).sum(dtype=torch.float64)

@@ -5,12 +5,12 @@ Forward stores no logit: the GEMM's epilogue writes two or three numbers per row
 Backward processes a chunk of rows at a time. A GEMM's epilogue writes their d_logits, and two plain
 GEMMs compute dx and add to dweight::
 
-    d_logits = (p - q) g  in x's dtype
+    d_logits = (p_factor p - g q) (1 - tanh²)  in x's dtype; p_factor is g and tanh 0 if no option
     dx = d_logits weight;  dweight += d_logitsᵀ x
     dbias = sum over rows of d_logits, unrounded
 
-In float16 a power of two first scales the maximum of g to 2^15, because small probabilities would
-underflow. The float32 results are divided by it.
+In float16 a power of two first scales the maximum of g and p_factor to 2^15, because small
+probabilities would underflow. The float32 results are divided by it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from ..._core.registry import Backend, Op
 from ..._core.tensors import as_written, matrix
-from ..._problem.cross_entropy import chunks, float_gemm
+from ..._problem.cross_entropy import chunks, float_gemm, target_weights
 from ..gpu import cross_entropy as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
@@ -60,10 +60,16 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Return why the kernels do not support the problem, or None."""
+    if a.accuracy:
+        return "the kernels keep no argmax for return_accuracy"
+    if a.class_weight is not None and a.label_smoothing:
+        return "the kernels support class_weight without label_smoothing"
     return cuda_matmul.why_not("cross_entropy_fwd", a.x, *a.weight.shape)
 
 
-def _forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
+def _forward(
+    a: Any, losses: torch.Tensor, split_lse: torch.Tensor, correct: torch.Tensor | None = None
+) -> None:
     (x, weight, bias), rows = _operands(a), len(a.x)
     step = min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
     partials, picked = (
@@ -75,13 +81,16 @@ def _forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
         cuda_library.call(
             "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part],
             partials[: n * _partials(a)], picked[:n],
-            losses[part], *split_lse[:, part], a.ignore_index, a.label_smoothing,
+            losses[part], *split_lse[:, part], a.ignore_index, a.label_smoothing, a.softcap,
         )  # fmt: skip
+    if a.class_weight is not None:
+        losses *= target_weights(a, torch.float32)
 
 
 def _backward(
     a: Any,
     g: torch.Tensor,
+    p_factor: torch.Tensor | None,
     split_lse: torch.Tensor,
     dx: torch.Tensor | None,
     d_weight: torch.Tensor | None,
@@ -91,8 +100,13 @@ def _backward(
         x, weight, bias = _operands(a)
         (rows, d), classes, device = a.x.shape, a.weight.shape[0], a.x.device
         step = min(rows, _chunk_rows(classes))
-        scale = _scale(g) if x.dtype == torch.float16 else None
-        g = g if scale is None else g * scale
+        if a.class_weight is not None:
+            g = g * target_weights(a, torch.float32)  # the factor of q, without label smoothing
+        if p_factor is None and a.softcap:
+            p_factor = g
+        scale = _scale(g, p_factor) if x.dtype == torch.float16 else None
+        if scale is not None:
+            g, p_factor = g * scale, None if p_factor is None else p_factor * scale
         unscale = 1.0 if scale is None else 1 / scale
         d_logits = None if dx is None and d_weight is None else alloc_padded(x[:step], classes)
         bias_partials = (
@@ -108,9 +122,9 @@ def _backward(
             sums = None if bias_partials is None else bias_partials[: bias_parts(n)]
             cuda_library.call(
                 "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part],
-                *split_lse[:, part], g[part], to,
+                *split_lse[:, part], g[part], None if p_factor is None else p_factor[part], to,
                 sums,
-                a.ignore_index, a.label_smoothing,
+                a.ignore_index, a.label_smoothing, a.softcap,
             )  # fmt: skip
             if d_bias is not None:
                 assert sums is not None
@@ -147,12 +161,15 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = Fa
         float_gemm(a, b, out[:, :columns])
 
 
-def _scale(g: torch.Tensor) -> torch.Tensor:
-    """Return a power of two that scales max |g| to between 2^14 and 2^15.
+def _scale(g: torch.Tensor, p_factor: torch.Tensor | None) -> torch.Tensor:
+    """Return a power of two that scales the max of |g| and |p_factor| to between 2^14 and 2^15.
 
     No digit changes except in elements that become subnormal.
     """
-    exponent = torch.frexp(g.abs().max()).exponent.clamp(min=-100)
+    largest = g.abs().max()
+    if p_factor is not None:
+        largest = torch.maximum(largest, p_factor.abs().max())
+    exponent = torch.frexp(largest).exponent.clamp(min=-100)
     return torch.ldexp(torch.full_like(g[0], HALF_SCALE), -exponent)
 
 

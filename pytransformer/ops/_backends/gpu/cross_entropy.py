@@ -15,16 +15,17 @@ import torch
 from ..._core.backend import Recorded
 from ..._core.registry import Backend, Op
 from ..._core.tensors import as_written, looks_at_values
+from ..._problem.cross_entropy import reduced_z_loss, row_factors, weight_of_targets
 
 
 class Kernels(NamedTuple):
     """The kernels of a backend, called with the op's arguments, x (rows, d) and target (rows,).
 
-    - ``forward(a, losses, split_lse)`` writes the loss (rows,) and the split lse (2, rows),
-      float32.
-    - ``backward(a, g, split_lse, dx, d_weight, d_bias)`` writes dx (rows, d), d_weight (float32)
-      and d_bias (float32, initially zero) if not None. g is the upstream gradient of each row's
-      loss, float32, 0 if the target is ignored. There is at least one row.
+    - ``forward(a, losses, split_lse, correct)`` writes the loss (rows,) without z-loss, the split
+      lse (2, rows), and correct (rows,) if not None, float32.
+    - ``backward(a, g, p_factor, split_lse, dx, d_weight, d_bias)`` writes dx (rows, d), d_weight
+      (float32) and d_bias (float32, initially zero) if not None. ``row_factors`` returns g and
+      p_factor, float32. There is at least one row.
     """
 
     forward: Callable[..., None]
@@ -46,16 +47,21 @@ def backend(
         if looks_at_values(a.x.device):
             check_values(a)
         with as_written(a.x.device):  # covers the full call: a recording has one precision setting
-            loss, split_lse, product = op.empty_outputs(a)
+            loss, split_lse, product, correct = op.empty_outputs(a)
             if product.numel():  # only for tensors on the CPU
                 product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
             losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
-            load().forward(_flat(a), losses.view(-1), split_lse.view(2, -1))
+            load().forward(
+                _flat(a), losses.view(-1), split_lse.view(2, -1),
+                correct.view(-1) if a.accuracy else None,
+            )  # fmt: skip
             if a.reduction != "none":
                 torch.sum(losses.view(-1), 0, out=loss)
             if a.reduction == "mean":
-                loss /= _count(a)
-        return loss, split_lse, product
+                loss /= weight_of_targets(a)
+            if a.z_loss_weight:
+                loss += reduced_z_loss(a, split_lse)
+        return loss, split_lse, product, correct
 
     def backward(
         a: Any,
@@ -68,15 +74,14 @@ def backend(
             (grad,), (split_lse, _) = grads, saved
             if grad is None or a.target.numel() == 0:
                 return [None if r is None else r.zero_() for r in results]
-            grad = grad.float() / _count(a) if a.reduction == "mean" else grad.float()
-            g = torch.where(a.target != a.ignore_index, grad, 0.0).reshape(-1)
+            g, p_factor = row_factors(a, grad, split_lse, torch.float32)
             dx, d_weight, d_bias = results
             rows = None if dx is None else a.x.new_empty(g.numel(), a.x.shape[-1])
             sums = (
                 None if d_weight is None else torch.empty(d_weight.shape, device=d_weight.device),
                 None if d_bias is None else torch.zeros(d_bias.shape, device=d_bias.device),
             )
-            load().backward(_flat(a), g, split_lse.reshape(2, -1), rows, *sums)
+            load().backward(_flat(a), g, p_factor, split_lse.reshape(2, -1), rows, *sums)
             for result, found in zip(results, (rows, *sums)):
                 if result is not None and found is not None:
                     result.copy_(found.view(result.shape))
@@ -91,9 +96,5 @@ def _flat(a: Any) -> Any:
         x=a.x.reshape(-1, a.x.shape[-1]),
         target=a.target.reshape(-1).contiguous(),
         bias=None if a.bias is None else a.bias.contiguous(),
+        class_weight=None if a.class_weight is None else a.class_weight.float().contiguous(),
     )
-
-
-def _count(a: Any) -> torch.Tensor:
-    """Return the number of targets that are not ignored, as a tensor to avoid a synchronization."""
-    return (a.target != a.ignore_index).sum()

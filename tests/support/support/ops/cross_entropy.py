@@ -40,7 +40,18 @@ def results_at_offset(offset: float, backend: str, dtype: torch.dtype) -> list[T
 
 def _plain(p: Problem, t: Mapping[str, Tensor]) -> Tensor:
     logits = F.linear(t["x"], t["weight"], t.get("bias")).reshape(-1, t["weight"].shape[0])
-    losses = F.cross_entropy(logits, t["target"].reshape(-1), **p.keywords)
+    keywords = dict(p.keywords)
+    softcap, factor = keywords.pop("softcap", None), keywords.pop("z_loss_weight", 0.0)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    target, weight = t["target"].reshape(-1), t.get("class_weight")
+    losses = F.cross_entropy(logits, target, weight, **keywords)
+    if factor:
+        valid = target != keywords.get("ignore_index", -100)
+        z_losses = torch.where(valid, factor * torch.logsumexp(logits, 1) ** 2, 0.0)
+        how = keywords["reduction"]
+        of_z = z_losses if how == "none" else z_losses.sum() / (valid.sum() if how == "mean" else 1)
+        losses = losses + of_z
     losses = losses.view(t["target"].shape) if p.keywords["reduction"] == "none" else losses
     # PyTorch's loss has its logits' dtype and is compared in that dtype's eps.
     return losses.to(torch.float64 if p.dtype == torch.float64 else torch.float32)
@@ -54,6 +65,7 @@ def _ours(p: Problem, t: Mapping[str, Tensor], backend: str) -> Tensor:
         t["weight"],
         t["target"],
         bias=t.get("bias"),
+        class_weight=t.get("class_weight"),
         **p.keywords,
         backend=backend,
         strict=True,
@@ -64,6 +76,8 @@ def _problem(seed: int, case: int) -> Problem | None:
     p = usual(fuzz_cross_entropy.draw(seed, case), as_drawn=("target", "grad_out"))
     if p is None or "ignored_nan" in p.features:
         return None
+    for name in ("return_z_loss", "return_accuracy"):
+        p.keywords.pop(name, None)
     over_nothing = p.keywords["reduction"] == "mean" and bool(
         (p.tensors["target"] == p.keywords.get("ignore_index", -100)).all()
     )
@@ -77,6 +91,7 @@ CHECKS = Checks(
         features=(
             *fuzz_cross_entropy.REDUCTIONS,
             *("bias", "ignore_index", "ignored", "label_smoothing", "strided", "positive", "large"),
+            *("softcap", "z_loss_weight", "class_weight", "return_accuracy"),
         ),
         rare=("ignored_nan",),
     ),
