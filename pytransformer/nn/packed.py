@@ -137,7 +137,7 @@ def _packable(weight: torch.Tensor) -> bool:
         and weight.numel() > 0
         and weight.dtype in cpu.DTYPES
         and not weight.is_inference()
-        and native.why_not("feed_forward_linear") is None
+        and native.why_not("feed_forward_linear_digest") is None
     )
 
 

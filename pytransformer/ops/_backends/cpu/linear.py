@@ -49,7 +49,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @functools.cache
 def faster() -> dict[torch.dtype, MaxRows]:
     """Return, by dtype, up to how many rows our product beats PyTorch's on this CPU."""
-    if native.why_not("feed_forward_linear") is not None:
+    if native.why_not("feed_forward_linear_digest") is not None:
         return {}
     raw = torch.ops.pytransformer_C
     with native.untraced():
@@ -68,7 +68,7 @@ def forward(
     x is (..., k) and weight (n, k), of one dtype; weight or its transpose is contiguous. ``panels``
     is :func:`pack` of the weight. Without the library PyTorch computes the result.
     """
-    if native.why_not("feed_forward_linear") is not None:
+    if native.why_not("feed_forward_linear_digest") is not None:
         return torch.nn.functional.linear(x, weight, bias)
     rows = matrix(x)
     out = rows.new_empty(rows.shape[0], weight.shape[0])
