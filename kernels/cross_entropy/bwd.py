@@ -133,8 +133,8 @@ def backward(
         x, n = a.x[part], len(a.x[part])
         logits_of(a, x, logits)
         given = (
-            logits, a.bias, a.class_weight, *(None if f is None else f[part] for f in factors), a.target[part],
-            split_lse[0, part],
+            logits, a.bias, a.class_weight, *(None if f is None else f[part] for f in factors),
+            a.target[part], split_lse[0, part],
         )  # fmt: skip
         p = p._replace(rows=n)
         if d_bias is not None:

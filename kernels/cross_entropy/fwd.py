@@ -103,7 +103,7 @@ def forward(
         logits = logits_of(a, a.x[part], buffer)
         launch(
             cross_entropy_forward, -(-len(logits) // kind.ROWS), a.x.device, logits, a.bias,
-            a.class_weight, mean_weight, a.target[part], losses[part],
-            split_lse[0, part], None if correct is None else correct[part], classes, p._replace(rows=len(logits)), kind, warps=config.warps,
-            stages=1,
+            a.class_weight, mean_weight, a.target[part], losses[part], split_lse[0, part],
+            None if correct is None else correct[part], classes, p._replace(rows=len(logits)), kind,
+            warps=config.warps, stages=1,
         )  # fmt: skip

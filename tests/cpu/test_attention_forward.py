@@ -216,7 +216,8 @@ def test_packed_sequences_equal_padded_ones(p: float, isa: str) -> None:
         pack(t["key"], lengths_k),
         pack(t["value"], lengths_k),
     )
-    packed, packed_lse = raw(query, key, value, cu_seqlens_q=offsets(lengths_q), cu_seqlens_k=offsets(lengths_k),
+    packed, packed_lse = raw(query, key, value, cu_seqlens_q=offsets(lengths_q),
+        cu_seqlens_k=offsets(lengths_k),
         longest=(130, 1040),
                              causal="bottom_right", p=p)  # fmt: skip
     torch.testing.assert_close(packed[:-3], pack(out, lengths_q)[:-3], rtol=1e-5, atol=1e-6)

@@ -142,7 +142,8 @@ DIFFERENT: dict[str, tuple[str, str, list[Edit]]] = {
         "variance =", "hidden_states = hidden_states - hidden_states.mean(-1, keepdim=True)\n"
         "    variance =")),
     "a norm that clamps": text("llama llama", "LlamaRMSNorm.forward", (
-        "return self.weight", "hidden_states = hidden_states.clamp(-50, 50)\n    return self.weight")),
+        "return self.weight",
+        "hidden_states = hidden_states.clamp(-50, 50)\n    return self.weight")),
     "another order of activation and product": text("llama llama", "LlamaMLP.forward", (
         "self.act_fn(self.gate_proj(x)) * self.up_proj(x)",
         "self.act_fn(self.gate_proj(x) * self.up_proj(x))")),
@@ -162,7 +163,8 @@ DIFFERENT: dict[str, tuple[str, str, list[Edit]]] = {
         "    hidden_states = residual = self.post_attention_layernorm(hidden_states)\n"
         "    hidden_states = self.mlp")),
     "a scaled branch": text("llama llama", "LlamaDecoderLayer.forward", (
-        "hidden_states = self.mlp(hidden_states)", "hidden_states = self.mlp(hidden_states) * 0.9")),
+        "hidden_states = self.mlp(hidden_states)",
+        "hidden_states = self.mlp(hidden_states) * 0.9")),
     "an extra norm": text("gpt2 gpt2", "GPT2Block.forward", (
         "self.mlp(hidden_states)", "self.ln_1(self.mlp(hidden_states))")),
     "a branch for long inputs": text("llama llama", "LlamaDecoderLayer.forward", (
@@ -173,7 +175,8 @@ DIFFERENT: dict[str, tuple[str, str, list[Edit]]] = {
         "self.gate_proj(x)", "self.gate_proj(x[:, :2048])")),
     "a branch on a flag of the config": text("llama llama", "LlamaDecoderLayer.forward", (
         "    hidden_states = self.mlp",
-        "    if self.self_attn.config.tie_word_embeddings:\n        hidden_states = -hidden_states\n"
+        "    if self.self_attn.config.tie_word_embeddings:\n"
+        "        hidden_states = -hidden_states\n"
         "    hidden_states = self.mlp")),
     "a branch on a flag of its own config": text("llama llama", "LlamaMLP.forward", (
         "    return", "    if self.config.tie_word_embeddings:\n        down_proj = -down_proj\n"

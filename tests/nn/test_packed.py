@@ -119,7 +119,7 @@ def write_a_block_of_columns(layer: Layer) -> None:
 
 
 def change_one_number(weight: torch.Tensor) -> None:
-    """Change an element that the digest does not cover, so that another part of the key shows it."""
+    """Change an element outside the digest, so that another part of the key shows it."""
     raw = torch.ops.pytransformer_C.feed_forward_linear_digest
     digest, flat = raw(weight), weight.view(-1)
     for i in range(5 * weight.shape[1], 6 * weight.shape[1]):

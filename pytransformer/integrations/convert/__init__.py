@@ -6,9 +6,9 @@ buffers, hooks, names and the state dict are untouched, ``isinstance`` still hol
 :func:`revert` restores the class.
 
 A module is converted if its class is exactly one listed in :mod:`.rules`, its ``forward`` has the
-code that the rule was written for or passes :mod:`.probe`, and our op supports its settings. Subclasses and other classes
-of the same name are not converted. The report lists every candidate that was not converted, with
-the reason.
+code that the rule was written for or passes :mod:`.probe`, and our op supports its settings.
+Subclasses and other classes of the same name are not converted. The report lists every candidate
+that was not converted, with the reason.
 """
 
 from __future__ import annotations

@@ -23,18 +23,18 @@ from torch import nn
 # Functions and methods of tensors without thresholds, except an activation's at 0.
 SMOOTH = frozenset(
     "cat chunk contiguous dropout expand flatten float gelu layer_norm linear matmul mean mul neg"
-    " permute pow reciprocal relu reshape rms_norm rsqrt sigmoid silu size softmax split sqrt square"
-    " squeeze sub sum tanh to transpose type_as unflatten unsqueeze view add div addmm addcmul"
-    " repeat_interleave finfo".split()
+    " permute pow reciprocal relu reshape rms_norm rsqrt sigmoid silu size softmax split sqrt"
+    " square squeeze sub sum tanh to transpose type_as unflatten unsqueeze view add div addmm"
+    " addcmul repeat_interleave finfo".split()
 )
 BUILTINS = (getattr, hasattr, isinstance, len, tuple, float, int)
 # Methods of transformers' objects, called by converted modules too.
 METHODS = ("update", "get_interface")
 LARGE = 8
 ACCEPTED = (
-    ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AnnAssign, ast.If, ast.Expr,
-    ast.Raise, ast.Pass, ast.expr, ast.expr_context, ast.keyword, ast.operator, ast.unaryop,
-    ast.boolop, ast.cmpop,
+    ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AnnAssign, ast.If,
+    ast.Expr, ast.Raise, ast.Pass, ast.expr, ast.expr_context, ast.keyword, ast.operator,
+    ast.unaryop, ast.boolop, ast.cmpop,
 )  # fmt: skip
 REFUSED = (
     ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Await, ast.Yield,

@@ -38,7 +38,8 @@ class Converted:
         if value is None and self.converted_from is torch.nn.Linear:
             warnings.warn(
                 "convert: torch.ao.quantization skips a converted Linear, because it compares exact"
-                " classes; quantize before convert, or call pytransformer.integrations.revert first",
+                " classes; quantize before convert, or call pytransformer.integrations.revert"
+                " first",
                 stacklevel=2,
             )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that backends of linear_cross_entropy share: chunks, the float32 gemm, reductions, row factors."""
+"""Code that backends of linear_cross_entropy share: chunks, gemm, reductions, row factors."""
 
 from __future__ import annotations
 

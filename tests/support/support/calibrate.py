@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures PyTorch's kernels in units of the error bound; the constants come from here.
 
-    PYTHONPATH=tests/support python -m support.calibrate attention --cases 1000 --backend cpu > table.md
+    python -m support.calibrate attention --cases 1000 --backend cpu > table.md
 
 It draws the fuzzers' problems within the features of PyTorch's functions. For each kernel, dtype
 and kind of data it prints the 50th and 99th percentile and the maximum of c (bounds.coefficients),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare Hugging Face architectures with their eager code, feature by feature.
 
-    PYTHONPATH=tests/support python -m support.drop_in_table            # print the table
-    PYTHONPATH=tests/support python -m support.drop_in_table --write    # into tests/integrations/drop_in.md
+    python -m support.drop_in_table            # print the table
+    python -m support.drop_in_table --write    # into tests/integrations/drop_in.md
 
 Each cell compares a tiny model, registered and converted, with its eager code: logits, gradients,
 weights or tokens must agree, and every attention must run our op. A cell contains "ours", "refused"

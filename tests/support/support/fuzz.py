@@ -71,8 +71,8 @@ def fuzzers() -> dict[str, Fuzzer]:
 def reproduce(op: str, seed: int, case: int, backend: str) -> str:
     """Return the command that reruns one problem."""
     return (
-        f"PYTHONPATH=tests/support python -m support.fuzz {op} --seed {seed} --case {case} --backend"
-        f" {backend}"
+        f"PYTHONPATH=tests/support python -m support.fuzz {op} --seed {seed} --case {case}"
+        f" --backend {backend}"
     )
 
 

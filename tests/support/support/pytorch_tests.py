@@ -5,7 +5,7 @@ A failure that occurs only with ``activate()`` must be listed in KNOWN. The test
 ``test/test_transformers.py`` and the files it imports, which neither PyTorch's wheels nor this
 package contain. An older PyTorch's file works, because failures due to its age occur both ways::
 
-    PYTHONPATH=tests/support python -m support.pytorch_tests PATH/test/test_transformers.py [-k EXPRESSION]
+    python -m support.pytorch_tests PATH/test/test_transformers.py [-k EXPRESSION]
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every architecture of Hugging Face transformers, tiny, with random weights: eager against ours.
 
-    PYTHONPATH=tests/support python -m support.sweep                     # every model type
-    PYTHONPATH=tests/support python -m support.sweep bert llama          # some of them
-    PYTHONPATH=tests/support python -m support.sweep --write             # write architectures.json and .md
-    PYTHONPATH=tests/support python -m support.sweep --write --json FILE --resume       # resume a run
+    python -m support.sweep                     # every model type
+    python -m support.sweep bert llama          # some of them
+    python -m support.sweep --write             # write architectures.json and .md
+    python -m support.sweep --write --json FILE --resume       # resume a run
 
 The results are in tests/integrations. :mod:`.configs` and :mod:`.corrections` shrink a config,
 :mod:`.inputs` and :mod:`.given` build inputs for a ``forward``, :mod:`.compare` tests one model

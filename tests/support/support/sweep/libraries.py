@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """timm's families and diffusers' models, small, with random weights: their code against ours.
 
-    PYTHONPATH=tests/support python -m support.sweep.libraries            # print a table
-    PYTHONPATH=tests/support python -m support.sweep.libraries --write    # write the results file and
-                                                               # docs/other-libraries.md
+    python -m support.sweep.libraries            # print a table
+    python -m support.sweep.libraries --write    # write the results file, docs/other-libraries.md
 
 Each model runs unchanged, under ``activate()``, and after ``convert`` under ``activate()``. The
 comparison covers outputs and all parameter gradients, with the rules of :mod:`.compare`. Needs timm
