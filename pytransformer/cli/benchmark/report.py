@@ -16,6 +16,7 @@ from pytransformer.cli.providers import PEERS
 from pytransformer.console import clean, escape_csv, escape_markdown, table_width
 
 Row = dict[str, Any]
+ONE_SAMPLE = "*"  # beside a time
 SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 
 COLUMNS = (
@@ -78,6 +79,17 @@ def megabytes(value: int | None) -> str:
     return figure(None if value is None else value / 1e6)
 
 
+def time_text(row: Row) -> str:
+    """Return the median in milliseconds, marked if it is one sample only."""
+    return figure(row["median_ms"]) + ONE_SAMPLE * (row["samples"] == 1)
+
+
+def spread_text(row: Row) -> str:
+    if row["samples"] == 1:
+        return "one sample"
+    return f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}"
+
+
 def mode_text(row: Row) -> str:
     """Return the mode, marked if the CPU caches were emptied; they are warm by default."""
     return row["mode"] + (" cold" if row.get("cache") == "cold" and row["device"] == "cpu" else "")
@@ -87,7 +99,7 @@ def table_row(row: Row) -> list[str]:
     """Return the cells of COLUMNS."""
     return [
         row["case"], shape_text(row["shape"]), SHORT[row["dtype"]], mode_text(row), row["backend"],
-        figure(row["median_ms"]), f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}",
+        time_text(row), spread_text(row),
         figure(row["speedup_torch"]), figure(row["speedup_naive"]), figure(row["tflops"]),
         figure(row["gbps"]), megabytes(row["peak_bytes"]), megabytes(row.get("saved_bytes")),
         figure(row["error"], 2), figure(row["error_ratio_naive"], 2), limit_text(row),
@@ -184,15 +196,19 @@ def geomean(values: list[float]) -> float:
 
 
 def summary(rows: list[Row]) -> list[list[str]]:
-    """Return one line per backend of ours and mode: row count, comparison and the worst row."""
+    """Return one line per backend and mode, peers left out: row count, comparison, worst row.
+
+    Rows of one sample count, but their speed is not compared.
+    """
     lines = []
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         if row["backend"] not in PEERS:
             groups.setdefault((row["backend"], row["mode"], row["dtype"]), []).append(row)
     for (backend, mode, dtype), members in groups.items():
-        compared = [r for r in members if r["speedup_torch"]]
-        naive = [r["speedup_naive"] for r in members if r["speedup_naive"]]
+        several = [r for r in members if r["samples"] > 1]
+        compared = [r for r in several if r["speedup_torch"]]
+        naive = [r["speedup_naive"] for r in several if r["speedup_naive"]]
         worst = min(compared, key=lambda r: r["speedup_torch"], default=None)
         lines.append([
             backend, mode, SHORT[dtype], str(len(members)),
@@ -301,14 +317,16 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
 
 
 LEGEND = """\
-`ms`: median of one call, beside its 20 % and 80 % quantiles, all contenders interleaved. `x torch`, `x
-naive`: how many times as fast as PyTorch's own op and as naive code in the same run. `TFLOP/s`: useful work
-only. `GB/s`: every input read and every output written once. `peak MB`: memory above the inputs, in a fresh
-process. `saved MB`: what the forward keeps for the backward beyond the inputs. Caches are warm (as calls in a loop leave them)
-unless the mode says cold. `error`: norm of the error against float64 over the norm of the result, the worst of output and
-gradients; `/naive`: over naive code's error. `limit`: what takes the largest share of the time: the rate of a matrix product, the
-bandwidth of a copy, the call (its time at a tiny shape), the allocator (fresh pages for outputs), the kernel itself, or of peers the
-rest, which is one of the last two."""
+`ms`: median of one call, beside its 20 % and 80 % quantiles, all contenders interleaved; `*`: a
+single sample, whose spread is unknown and which the summary does not compare. `x torch`, `x naive`:
+how many times as fast as PyTorch's own op and as naive code in the same run. `TFLOP/s`: useful work
+only. `GB/s`: every input read and every output written once. `peak MB`: memory above the inputs, in
+a fresh process. `saved MB`: what the forward keeps for the backward beyond the inputs. Caches are
+warm (as calls in a loop leave them) unless the mode says cold. `error`: norm of the error against
+float64 over the norm of the result, the worst of output and gradients; `/naive`: over naive code's
+error. `limit`: what takes the largest share of the time: the rate of a matrix product, the
+bandwidth of a copy, the call (its time at a tiny shape), the allocator (fresh pages for outputs),
+the kernel itself, or of peers the rest, which is one of the last two."""
 
 
 def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
