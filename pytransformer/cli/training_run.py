@@ -28,7 +28,7 @@ from ..training.distributed import World
 from ..training.metrics import Row
 from ..training.schedule import Schedule
 from ..training.trainer import Evaluate, MakeOptimizer, Objective
-from . import OK, machine
+from . import OK, machine, training_html
 
 _OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every",
     "epochs"} | {
@@ -185,7 +185,7 @@ class Run:
         return trainer
 
     def report(self, figures: Sequence[Figure], **facts: Any) -> int:
-        """Print the figures, write report.json and training.png, and return the exit code.
+        """Print the figures, write the reports and training.png, and return the exit code.
 
         `facts` are further entries of the report.
         """
@@ -226,13 +226,14 @@ class Run:
         _files.write_text(
             self.out / "report.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n"
         )
+        runs = {name: trainer.metrics.rows for name, trainer in self.stages.items()}
+        training_html.write(self.out, self.arguments.task, runs, report, self._options)
         try:
-            runs = {name: trainer.metrics.rows for name, trainer in self.stages.items()}
             plot_runs(runs, self.out / "training.png", self.arguments.task)
         except ImportError as error:
             self.say(f"no plot: {error}")
         self.say(
-            f"models, metrics.jsonl, report.json and training.png are in {self.out};"
+            f"models, metrics.jsonl, report.json, report.html and training.png are in {self.out};"
             f" {seconds:.0f} s"
         )
         return OK

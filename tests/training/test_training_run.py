@@ -76,7 +76,7 @@ def test_what_cannot_go_on_is_refused(toy, tmp_path):
     assert newest(out, "first")["optimizer.0.step"].item() == 8, "the first stage may go on"
 
 
-def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
+def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys, html_problems):
     run = two_stages(start(tmp_path / "out"), toy)
     assert (
         run.report(
@@ -93,6 +93,9 @@ def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
         "chance": 0.1, "of": 40,
     }  # fmt: skip
     assert report["figures"][1] == {"what": "loss", "value": 2.0}
+    page = (run.out / "report.html").read_text()
+    assert html_problems(page) == []
+    assert "the most frequent" in page and "second: accuracy" in page and "width" in page
     assert (
         report["command"] == "pytransformer train toy"
         and report["data"] == "dice"

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pytransformer import _html
 from pytransformer.cli.benchmark import results
 from pytransformer.cli.providers import PEERS
 from pytransformer.console import clean, escape_csv, escape_markdown, table_width
 
 Row = dict[str, Any]
 ONE_SAMPLE = "*"  # beside a time
+MOST_BARS = 40  # a longer chart is folded
 SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 
 COLUMNS = (
@@ -38,6 +40,21 @@ COLUMNS = (
     "limit",
 )
 RIGHT = COLUMNS[5:-1]
+
+OURS = ("cpu", "triton", "cuda", "reference", "cuda_any_order")
+LABELS = {
+    "torch": "PyTorch",
+    "torch_flash": "PyTorch SDPA (FlashAttention-2)",
+    "torch_efficient": "PyTorch SDPA (efficient)",
+    "torch_cudnn": "PyTorch SDPA (cuDNN)",
+    "torch_math": "PyTorch SDPA (math)",
+    "naive": "naive code",
+    "compile": "torch.compile",
+    "flex": "FlexAttention",
+    "flash_attn": "FlashAttention",
+    "liger": "Liger-Kernel",
+    "quack": "quack",
+}
 
 # Liger-Kernel's benchmark columns in its order, so that its tools read our results; the last holds
 # our version.
@@ -77,6 +94,11 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 def megabytes(value: int | None) -> str:
     return figure(None if value is None else value / 1e6)
+
+
+def label_of(backend: str) -> str:
+    """Return the name of an implementation in a figure."""
+    return LABELS.get(backend, f"pytransformer ({backend})" if backend in OURS else backend)
 
 
 def time_text(row: Row) -> str:
@@ -233,16 +255,66 @@ SUMMARY_COLUMNS = (
 )
 
 
+# ---- HTML
+
+
+def page(document: dict[str, Any]) -> str:
+    """Return the whole report in one file: ratios first, then every table."""
+    rows, where = document["rows"], document["environment"]
+    parts = [_html.paragraph(environment_text(where))]
+    parts.append(_html.paragraph(f"Command: {where['command']}", note=True))
+    if not document["complete"]:
+        parts.append(_html.paragraph("Stopped before the end: these are partial results."))
+    wrong = [e for e in document["not_run"] if e["status"] in ("wrong", "failed")]
+    parts += [
+        _html.paragraph(f"{e['op']} {' '.join(refusal_row(e)[:4])}: {verdict(e)}") for e in wrong
+    ]
+    lines = summary(rows)
+    parts.append(_html.table(SUMMARY_COLUMNS, lines, SUMMARY_COLUMNS[3:], caption="Summary"))
+    parts += _ratio_bars(rows)
+    for op, members in by_op(rows).items():
+        content = _html.table(COLUMNS, map(table_row, members), RIGHT)
+        parts.append(_html.details(f"{op}: {len(members)} rows", content))
+    if document["not_run"]:
+        columns = ("op", "case", "dtype", "mode", "backend", "why")
+        refused = [[entry["op"], *refusal_row(entry)] for entry in document["not_run"]]
+        content = _html.table(columns, refused)
+        parts.append(_html.details(f"Not timed, and why: {len(refused)}", content))
+    parts.append(_html.paragraph(LEGEND.replace("`", ""), note=True))
+    return _html.page("pytransformer benchmark", parts)
+
+
+def _ratio_bars(rows: list[Row]) -> list[str]:
+    """Return a bar chart of the speed-up over PyTorch for each backend and mode, peers left out."""
+    groups: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for row in rows:
+        if row["backend"] not in PEERS and row["speedup_torch"] and row["samples"] > 1:
+            label = f"{row['case']} {SHORT[row['dtype']]} {shape_text(row['shape'])}"
+            groups.setdefault((row["backend"], row["mode"]), []).append(
+                (label, row["speedup_torch"])
+            )
+    parts = []
+    for (backend, mode), values in groups.items():
+        values.sort(key=lambda entry: entry[1], reverse=True)
+        count = len(values)
+        title = f"Speed-up over PyTorch: {label_of(backend)}, {mode}"
+        chart = _html.bars(values)
+        few = _html.heading(title) + chart
+        parts.append(few if count <= MOST_BARS else _html.details(f"{title}: {count} rows", chart))
+    return parts
+
+
 # ---- files
 
 
 def write_all(folder: Path, document: dict[str, Any], plots: list[str]) -> list[Path]:
-    """Write results.json, results.csv and report.md; `plots` names the images beside them."""
+    """Write results.json, results.csv, report.md and report.html, with `plots` beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "results.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
         "results.csv": csv_text(document),
         "report.md": markdown(document, plots),
+        "report.html": page(document),
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -347,7 +419,16 @@ def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
     return escape("; ".join(word for word in words if word)) + "."
 
 
-def load(path: Path) -> dict[str, Any]:
+class Results(dict[str, Any]):
+    """The content of a results.json; a notebook shows its summary as a table."""
+
+    def _repr_html_(self) -> str:
+        lines = summary(self["rows"])
+        place = _html.paragraph(environment_text(self["environment"]), note=True)
+        return _html.table(SUMMARY_COLUMNS, lines, SUMMARY_COLUMNS[3:]) + place
+
+
+def load(path: Path) -> Results:
     """Return a checked results.json; raise ValueError naming the fault."""
     document = json.loads(path.read_text(encoding="utf-8"))
     problems = results.validate(document)
@@ -356,4 +437,4 @@ def load(path: Path) -> dict[str, Any]:
             f"{path} is not a results file of schema {results.SCHEMA_VERSION}:"
             f" {'; '.join(problems[:5])}"
         )
-    return document
+    return Results(document)
