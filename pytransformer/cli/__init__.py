@@ -75,13 +75,13 @@ _DELEGATED = {
 
 _EPILOG = """\
 examples:
-  pytransformer demo                            checked and timed beside PyTorch in about a minute
-  pytransformer doctor                          what works here
-  pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --causal bottom_right
-  pytransformer bench --quick                   every op in about a minute; writes ./results/bench-<date>/
-  pytransformer verify                          every backend, each in a process of its own, in two minutes
-  pytransformer train translate --data FILE     a translator in minutes, in ./results/translate/
-  pytransformer train bert --data gettext:Django,Sphinx     or spanbert, gpt, t5, moe; in ./results/bert/
+  pytransformer demo               checked and timed beside PyTorch in a minute
+  pytransformer doctor             what works here
+  pytransformer explain attention --shape 2,8,1024,64 --causal bottom_right
+  pytransformer bench --quick      every op in a minute, in ./results/bench-DATE
+  pytransformer verify             every backend in a process, in two minutes
+  pytransformer train translate --data FILE          in ./results/translate
+  pytransformer train bert --data gettext:Django     or spanbert, gpt, t5, moe
   pytransformer translate "a casa preta custa vinte reais."
 """
 

@@ -35,6 +35,7 @@ _OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "dev
     # Options for how processes split a batch; the checkpoint stores how many make a step.
     "mesh", "shard", "timeout", "accumulate",
 }  # fmt: skip
+_COUNTS = ("layers", "width", "batch", "vocabulary", "epochs")  # options of at least 1
 _LIBRARIES = ("pytransformer-kernels", "torch", "tokenizers", "scikit-learn", "sacrebleu")
 
 
@@ -83,7 +84,8 @@ class Run:
                 the checkpoints belong to other options.
         """
         for name, value in vars(self.arguments).items():
-            if name.endswith("steps") and value is not None and value < 1:
+            counted = name.endswith("steps") or name in _COUNTS
+            if counted and value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         options = {
             name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)

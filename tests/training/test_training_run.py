@@ -120,6 +120,22 @@ def test_every_task_has_a_help_of_its_own(name, capsys):
     )
 
 
+@pytest.mark.parametrize("option", ["--layers", "--width", "--batch", "--vocabulary", "--epochs"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_sizes_below_one_are_refused(option, value, capsys, tmp_path):
+    arguments = ["train", "translate", "--data", "x", "--out", str(tmp_path), option, value]
+    assert main(arguments) == USAGE
+    assert f"{option} must be at least 1, got {value}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_device_cuda_without_a_gpu_is_an_error_of_one_line(capsys, tmp_path):
+    arguments = ["train", "translate", "--data", "x", "--out", str(tmp_path), "--device", "cuda"]
+    assert main(arguments) == USAGE
+    said = capsys.readouterr().err
+    assert "torch sees no CUDA GPU here" in said and said.count("\n") == 1
+
+
 def test_threads_are_counted_from_one(capsys, tmp_path):
     assert (
         main(["train", "translate", "--data", "x", "--threads", "0", "--out", str(tmp_path)])

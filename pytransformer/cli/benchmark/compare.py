@@ -20,7 +20,7 @@ A and B may be folders of several runs each, ideally taken in turns
 (bench/tools/ab.py). The comparison then uses the median and the union of the
 intervals, which covers the variation between processes.
 
-Exit code 0: nothing got worse; 1: something did, or the runs have no row in common.
+Exit code 0: nothing got worse; 1: something did, or no row is in both runs.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def add_pairs(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True,
-        metavar="FILE|gettext:PACKAGE[,PACKAGE]|docstrings:PACKAGE[,PACKAGE]",
-        help="pairs of texts, two columns, a tab between them; or installed packages: translations of their gettext catalogues, or the "
+        metavar="FILE|gettext:NAMES|docstrings:NAMES",
+        help="pairs of texts, two columns, a tab between them; or installed packages by name, with commas: translations of their gettext catalogues, or the "
         "text of their docstrings and its first line, which sums it up",
     )  # fmt: skip
     data.add_argument(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -47,6 +48,12 @@ class Conversion:
     def revert(self) -> None:
         """Restore the original class of every module."""
         revert(self.model)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(
+            "convert: the result is a report, not a model; convert(model) works in place, so call"
+            " the model itself"
+        )
 
     def __str__(self) -> str:
         lines = [self._title]
