@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 
+from . import _html
 from .integrations.explain_model import ModelExplanation, explain_model
 from .ops._core.failures import unasked_reason
 from .ops._core.preference import ordered
@@ -28,22 +29,38 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.backend or 'no backend can do this'}"]
-        for name, reason in self.reasons.items():
-            verdict = (
-                "chosen"
-                if name == self.backend
-                else "possible"
-                if reason is None
-                else f"no: {reason}"
-            )
+        lines = [self._title]
+        for name in self.reasons:
             extra = (
                 f", {self.extra_bytes[name]:,} bytes beyond inputs and outputs"
                 if name in self.extra_bytes
                 else ""
             )
-            lines.append(f"  {name:10} {verdict}{extra}")
+            lines.append(f"  {name:10} {self._verdict(name)}{extra}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                name,
+                self._verdict(name),
+                f"{extra:,}" if (extra := self.extra_bytes.get(name)) else "",
+            )
+            for name in self.reasons
+        ]
+        columns = ("backend", "this call", "bytes beyond inputs and outputs")
+        notes = "".join(_html.paragraph(f"note: {note}", note=True) for note in self.notes)
+        return _html.table(columns, rows, columns[2:], caption=self._title) + notes
+
+    @property
+    def _title(self) -> str:
+        return f"{self.op}: {self.backend or 'no backend can do this'}"
+
+    def _verdict(self, name: str) -> str:
+        reason = self.reasons[name]
+        if name == self.backend:
+            return "chosen"
+        return "possible" if reason is None else f"no: {reason}"
 
 
 @overload

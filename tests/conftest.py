@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 
@@ -217,3 +218,42 @@ def native_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         return module
 
     return build_of
+
+
+class _Document(HTMLParser):
+    """Collects the faults of an HTML text: tags that do not match, and anything it would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.faults: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "link", "iframe", "object", "img", "use"):
+            self.faults.append(f"<{tag}>")
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") or "url(" in (value or ""):
+                self.faults.append(f"{name}={value}")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"</{tag}> closes nothing")
+
+
+@pytest.fixture(scope="session")
+def html_problems() -> Callable[[str], list[str]]:
+    """Return a function that lists the faults of an HTML text, empty if it is self-contained."""
+
+    def problems(text: str) -> list[str]:
+        document = _Document()
+        document.feed(text)
+        document.close()
+        return document.faults + [f"<{tag}> stays open" for tag in document.open]
+
+    return problems

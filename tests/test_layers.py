@@ -23,6 +23,7 @@ LAYERS = {
         "_version",
         "_checkout",
         "_file_lock",
+        "_html",
         "_first_calls",
         "_C",
         "console",

@@ -75,13 +75,13 @@ _DELEGATED = {
 
 _EPILOG = """\
 examples:
-  pytransformer demo                          check ops and time them beside PyTorch, one minute
-  pytransformer doctor                        list the backends that work on this machine
-  pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --causal bottom_right
-  pytransformer bench --quick                 time every op, one minute; ./results/bench-<date>/
-  pytransformer verify                        verify every backend, two minutes
-  pytransformer train translate --data FILE   train a translator; ./results/translate/
-  pytransformer train bert --data gettext:Django,Sphinx   also spanbert, gpt, t5 and moe
+  pytransformer demo               check ops, time them beside PyTorch
+  pytransformer doctor             list the backends that work here
+  pytransformer explain attention --shape 2,8,1024,64 --causal bottom_right
+  pytransformer bench --quick      time every op; ./results/bench-DATE/
+  pytransformer verify             verify every backend, two minutes
+  pytransformer train translate --data FILE          ./results/translate/
+  pytransformer train bert --data gettext:Django     or spanbert, gpt, t5, moe
   pytransformer translate "a casa preta custa vinte reais."
 """
 

@@ -53,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="a second sentence, for a model that reads two, as BERT does",
     )
-    parser.add_argument("--kind", choices=KINDS, default="gallery", help="default %(default)s")
+    parser.add_argument(
+        "--kind",
+        choices=KINDS,
+        default="gallery",
+        metavar="KIND",
+        help="see above (default %(default)s)",
+    )
     parser.add_argument(
         "--which", choices=WHICH, help="attention of which stack (default: cross if there is one)"
     )

@@ -3,9 +3,9 @@
 
 Prints whether this machine's kernels are correct, six attention problems with
 1,024 tokens (forward and backward, float32), and BERT and T5 with short and
-long rows, both as registered with transformers and after `convert`. The times of
-a row come from one interleaved run; each contender is checked before it is timed.
-The exit code is 1 if a check fails.
+long rows, both as registered with transformers and after `convert`. The times
+of a row come from one interleaved run; each contender is checked before it is
+timed. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from pytransformer.console import Console
 
 _EXAMPLES = """
 examples:
-  pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --bias t5 --grad
-  pytransformer explain attention --shape 1,32,1,8192,128 --kv-heads 8 --causal bottom_right
-  pytransformer explain feed_forward --shape 4096,1024,4096 --activation silu --gated
+  pytransformer explain attention --shape 2,8,1024,64 --bias t5 --dropout 0.1
+  pytransformer explain attention --shape 1,32,1,8192,128 --kv-heads 8
+  pytransformer explain feed_forward --shape 4096,1024,4096 --gated
 """
 
 

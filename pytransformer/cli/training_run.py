@@ -28,13 +28,14 @@ from ..training.distributed import World
 from ..training.metrics import Row
 from ..training.schedule import Schedule
 from ..training.trainer import Evaluate, MakeOptimizer, Objective
-from . import OK, machine
+from . import OK, machine, training_html
 
 _OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every",
     "epochs"} | {
     # Options for how processes split a batch; the checkpoint stores how many make a step.
     "mesh", "shard", "timeout", "accumulate",
 }  # fmt: skip
+_COUNTS = ("layers", "width", "batch", "vocabulary", "epochs")  # options of at least 1
 _LIBRARIES = ("pytransformer-kernels", "torch", "tokenizers", "scikit-learn", "sacrebleu")
 
 
@@ -83,7 +84,8 @@ class Run:
                 the checkpoints belong to other options.
         """
         for name, value in vars(self.arguments).items():
-            if name.endswith("steps") and value is not None and value < 1:
+            counted = name.endswith("steps") or name in _COUNTS
+            if counted and value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         options = {
             name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)
@@ -185,7 +187,7 @@ class Run:
         return trainer
 
     def report(self, figures: Sequence[Figure], **facts: Any) -> int:
-        """Print the figures, write report.json and training.png, and return the exit code.
+        """Print the figures, write the reports and training.png, and return the exit code.
 
         `facts` are further entries of the report.
         """
@@ -226,13 +228,14 @@ class Run:
         _files.write_text(
             self.out / "report.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n"
         )
+        runs = {name: trainer.metrics.rows for name, trainer in self.stages.items()}
+        training_html.write(self.out, self.arguments.task, runs, report, self._options)
         try:
-            runs = {name: trainer.metrics.rows for name, trainer in self.stages.items()}
             plot_runs(runs, self.out / "training.png", self.arguments.task)
         except ImportError as error:
             self.say(f"no plot: {error}")
         self.say(
-            f"models, metrics.jsonl, report.json and training.png are in {self.out};"
+            f"models, metrics.jsonl, report.json, report.html and training.png are in {self.out};"
             f" {seconds:.0f} s"
         )
         return OK

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import _html
 from ..ops._core.failures import unasked_reason
 from ..ops._core.registry import Op, observing
 
@@ -55,6 +56,25 @@ class ModelExplanation:
                 first = next(name for name, cls, _ in rows if cls == of)
                 lines.append(f"  {title}: {count} x {of}, first {first}: {text}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        columns = ("op", "backend", "calls", "first in", "bytes beyond inputs and outputs", "not")
+        rows = [
+            (
+                op,
+                backend,
+                len(members),
+                members[0].module or "the model",
+                f"{max(c.extra_bytes for c in members):,}",
+                "; ".join(f"{name}: {why}" for name, why in reasons),
+            )
+            for (op, backend, reasons), members in _groups(self.calls).items()
+        ]
+        title = f"{len(self.calls)} calls of our ops"
+        shown = _html.table(columns, rows, (columns[2], columns[4]), caption=title)
+        if self.bypassed:
+            shown += _html.table(("module", "class", "not ours"), self.bypassed)
+        return shown
 
 
 def _groups(calls: list[Call]) -> dict[Any, list[Call]]:

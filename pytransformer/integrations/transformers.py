@@ -64,8 +64,8 @@ def switch(model: Any, name: str = NAME) -> None:
     transformers 5.17 does not switch T5's encoder and decoder, which have copies of the config.
 
     Raises:
-        ValueError: ``name`` is ours, and the model or an inner one computes attention outside the
-            interface; no model has changed.
+        ValueError: the model has no model of transformers; or ``name`` is ours, and the
+            model or an inner one computes attention outside the interface; no model has changed.
     """
     from transformers import PreTrainedModel
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -74,6 +74,11 @@ def switch(model: Any, name: str = NAME) -> None:
     from .hugging_face import models
 
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not parts:
+        raise ValueError(
+            f"switch: model must be or contain a model of transformers, got {type(model).__name__};"
+            " pytransformer.activate() and integrations.convert serve other modules"
+        )
     if ALL_ATTENTION_FUNCTIONS.get(name) is hugging_face.attention_forward:
         for part in parts:
             models.check(part)

@@ -174,7 +174,8 @@ def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int
 
     Global keys need a window.
     """
-    check_choice("attention", "causal", causal, ALIGNMENTS)
+    hint = "; use 'top_left' for as many queries as keys" if causal is True else ""
+    check_choice("attention", "causal", causal, ALIGNMENTS, hint)
     global_keys = check_integer("attention", "global_keys", global_keys)
     sides = (None, None) if window is None else window
     found = (
@@ -186,7 +187,8 @@ def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int
         number is None or number < 0 for side, number in zip(sides, found) if side is not None
     ):
         raise ValueError(
-            f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}"
+            f"attention: window must be (left, right), each an int >= 0 or None, got {window!r};"
+            " None leaves a side unbounded"
         )
     if found == [None, None] and global_keys != 0:
         raise ValueError(
@@ -324,11 +326,17 @@ def dense_term(
     """Return a mask or bias as a 4-dimensional view whose dimensions are full or 1."""
     if t is None:
         return None
+    if name == "attn_mask" and callable(t) and not isinstance(t, torch.Tensor):
+        raise TypeError(
+            f"attention: attn_mask must be a Tensor, got {type(t).__name__}; build a mask from a"
+            " function with BlockMask.from_function"
+        )
     check_tensor("attention", name, t)
     check_same("attention", "query", query, name, t)
     if not (t.dtype.is_floating_point or (name == "attn_mask" and t.dtype == torch.bool)):
         allowed = "bool or floating" if name == "attn_mask" else "floating"
-        raise TypeError(f"attention: {name} must be {allowed}, got {t.dtype}")
+        hint = "; use .bool(), or key_lengths for padding" if name == "attn_mask" else ""
+        raise TypeError(f"attention: {name} must be {allowed}, got {t.dtype}{hint}")
     if t.dtype.is_floating_point:
         check_tensor("attention", name, t, floating=True)
     if t.dim() > 4 or any(n not in (m, 1) for n, m in zip(t.shape[::-1], full[::-1])):

@@ -62,6 +62,10 @@ def evaluate(
             if vectorized
             else function(*(t.reshape(-1) for t in asked)).view(exists.shape)
         )
+        if seen.dtype != torch.bool:
+            raise TypeError(
+                f"BlockMask: mask_mod must return a bool, got {seen.dtype}; compare, as in q >= k"
+            )
         seen = seen & exists
         some, whole = seen.flatten(1).any(1), (seen | ~exists).flatten(1).all(1)
         part = some & ~whole

@@ -388,6 +388,8 @@ def _sizes(block_size: Any, device: torch.device | str) -> tuple[int, int]:
 
 
 def _naturals(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(numbers, (tuple, list)):
+        raise TypeError(f"BlockMask: {name} must be a tuple of ints, got {numbers!r}")
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise ValueError(f"BlockMask: {name} must be ints of at least 0, got {tuple(numbers)}")
     return tuple(numbers)

@@ -109,10 +109,14 @@ def distributed(
             checkpoint write.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of processes.
+        ValueError: no GPU for "cuda", or the sizes do not multiply to the number of processes.
         LostProcess: another process ended, or did not answer in time.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device: torch sees no CUDA GPU here; use cpu (`pytransformer doctor` has the reason)"
+        )
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
         if others := {name: n for name, n in (mesh or {}).items() if n != 1}:

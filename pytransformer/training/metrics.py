@@ -12,6 +12,8 @@ from typing import Any
 from ..models._files import parse, write_text
 
 Row = dict[str, Any]
+# The fields of a row that `series` leaves out.
+_NO_RESULTS = {"step", "epoch", "epochs", "learning_rate", "milliseconds_a_step", "tokens_a_second"}
 
 
 class Metrics:
@@ -58,28 +60,35 @@ def read_metrics(path: Path) -> list[Row]:
     return rows
 
 
+def is_loss(name: str) -> bool:
+    return name.endswith("loss")
+
+
+def series(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Return the points (step, value) of each result, without times, rates and distances.
+
+    Distances have another scale; viz draws them.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in _NO_RESULTS and not name.startswith("distance"):
+                found.setdefault(name, []).append((row["step"], value))
+    return found
+
+
 def plot_losses(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     """Draw every "...loss" of the rows over the steps.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from ..viz import figure, save
+    from ..viz import draw_lines, figure, save
 
-    names = list(dict.fromkeys(name for row in rows for name in row if name.endswith("loss")))
-    fig = figure(7, 4)
-    axis = fig.subplots()
-    for name in names:
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axis.plot(
-            *zip(*points), label=name.replace("_", " "), marker="." if len(points) < 30 else None
-        )
-    axis.set_xlabel("step")
-    axis.set_ylabel("loss, nats a token")
-    axis.set_title(title)
-    axis.grid(color="0.9")
-    if names:
-        axis.legend(frameon=False)
+    fig = figure(7, 4.4)
+    losses = {n.replace("_", " "): curve for n, curve in series(rows).items() if is_loss(n)}
+    draw_lines(fig.subplots(), losses, "step", "loss, nats per token")
+    fig.suptitle(title)
     return save(fig, path)
 
 
@@ -93,29 +102,25 @@ def plot_epochs(rows: Sequence[Row], path: Path, title: str = "") -> Path:
         ValueError: no row is an epoch's.
         ImportError: matplotlib is not installed.
     """
-    from ..viz import figure, save
+    from ..viz import draw_lines, figure, save
 
     epochs = [row for row in rows if "epoch_loss" in row]
     if not epochs:
         raise ValueError("plot_epochs: no epoch among the rows; train with Recipe(epoch_steps=...)")
     panels = {
-        "loss, nats a token": {"epoch_loss": "training", "validation_loss": "held out"},
+        "loss, nats per token": {"epoch_loss": "training", "validation_loss": "held out"},
         "masked accuracy": {
             "training_accuracy": "training sentences, without dropout",
             "accuracy": "held out",
         },
     }
-    fig = figure(10, 4)
+    fig = figure(10, 4.4)
     for axis, (what, names) in zip(fig.subplots(1, len(panels)), panels.items()):
-        for name, label in names.items():
-            points = [(row["epochs"], row[name]) for row in epochs if name in row]
-            if points:
-                axis.plot(*zip(*points), label=label, marker="." if len(points) < 30 else None)
-        axis.set_xlabel("epoch")
-        axis.set_ylabel(what)
-        axis.grid(color="0.9")
-        if axis.has_data():
-            axis.legend(frameon=False)
+        curves = {
+            label: [(row["epochs"], row[name]) for row in epochs if name in row]
+            for name, label in names.items()
+        }
+        draw_lines(axis, {k: v for k, v in curves.items() if v}, "epoch", what)
     fig.suptitle(title)
     return save(fig, path)
 
@@ -126,28 +131,16 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, title: str = "") ->
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from ..viz import figure, save
+    from ..viz import draw_lines, figure, save
 
-    passed = {"step", "epoch", "epochs", "learning_rate", "milliseconds_a_step", "tokens_a_second"}
-    fig = figure(11, 4)
+    fig = figure(11, 4.4)
     for axis, loss in zip(fig.subplots(1, 2), (True, False)):
-        for run, rows in runs.items():
-            told = dict.fromkeys(
-                name
-                for row in rows
-                for name in row
-                if name not in passed and name.endswith("loss") == loss
-            )
-            # Distances have another scale; viz draws them.
-            names = [name for name in told if not name.startswith("distance")]
-            for name in names:
-                points = [(row["step"], row[name]) for row in rows if name in row]
-                shown = f"{run}: {name.replace('_', ' ')}" if run else name.replace("_", " ")
-                axis.plot(*zip(*points), label=shown, marker="." if len(points) < 30 else None)
-        axis.set_xlabel("step")
-        axis.set_ylabel("loss, nats" if loss else "held out")
-        axis.grid(color="0.9")
-        if axis.has_data():
-            axis.legend(frameon=False, fontsize="small")
+        curves = {
+            f"{run}: {name.replace('_', ' ')}" if run else name.replace("_", " "): points
+            for run, rows in runs.items()
+            for name, points in series(rows).items()
+            if is_loss(name) == loss
+        }
+        draw_lines(axis, curves, "step", "loss, nats" if loss else "held out")
     fig.suptitle(title)
     return save(fig, path)

@@ -6,7 +6,7 @@ the attention of a model for given layers, heads and rows, from the lse that the
 return.
 """
 
-from ._figure import figure, save
+from ._figure import draw_lines, figure, save
 from .blocks import block_map
 from .curves import plot_curves
 from .depth import mean_distances, plot_distances, plot_positions
@@ -21,6 +21,7 @@ __all__ = [
     "Text",
     "attention_of",
     "block_map",
+    "draw_lines",
     "figure",
     "find_patterns",
     "gallery",

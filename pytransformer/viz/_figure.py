@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._html import COLORS
 from ..console import escape_plot
 from ..extras import require
 
 SUFFIXES = (".png", ".svg")
+DASHES = ("-", "--", ":")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
 LARGEST = 40.0  # inches; viewers fail on larger figures
 
 
@@ -31,6 +34,38 @@ def figure(width: float, height: float) -> Any:
     )
     FigureCanvasAgg(made)
     return made
+
+
+def legend_below(axis: Any, columns: int = 2) -> None:
+    """Put the legend under the axis, where it covers nothing."""
+    axis.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+    )
+
+
+def draw_lines(
+    axis: Any, curves: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str
+) -> None:
+    """Draw one line per curve, each with its own color and dash, and a legend below."""
+    for i, (name, points) in enumerate(curves.items()):
+        axis.plot(
+            *zip(*points),
+            label=escape_plot(name),
+            color=COLORS[i % len(COLORS)],
+            linestyle=DASHES[i // len(COLORS) % len(DASHES)],
+            marker=MARKS[i % len(MARKS)] if len(points) < 30 else None,
+            markersize=4,
+        )
+    axis.set_xlabel(escape_plot(x))
+    axis.set_ylabel(escape_plot(y))
+    axis.grid(color="0.92")
+    axis.set_axisbelow(True)
+    if curves:
+        legend_below(axis, 2 if len(curves) <= 6 else 3)
 
 
 def save(drawn: Any, path: str | Path) -> Path:

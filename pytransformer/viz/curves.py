@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..console import escape_plot
-from ._figure import figure
+from ._figure import draw_lines, figure
 
 
 def plot_curves(
@@ -24,18 +24,13 @@ def plot_curves(
         curves: name to points.
         x, y: axis labels.
     """
-    fig = figure(5.5, 3.8)
+    fig = figure(5.5, 3.8 + 0.09 * len(curves))
     axis = fig.subplots()
-    for name, points in curves.items():
-        axis.plot(*zip(*points), marker="o", markersize=4, label=escape_plot(name))
+    draw_lines(axis, curves, x, y)
     if log_x:
         axis.set_xscale("log")
         ticks = sorted({x for points in curves.values() for x, _ in points})
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
-    axis.set_xlabel(escape_plot(x))
-    axis.set_ylabel(escape_plot(y))
-    axis.grid(color="0.92")
-    axis.legend(frameon=False)
     axis.set_title(escape_plot(title), fontsize=10)
     return fig

@@ -25,6 +25,7 @@ from pytransformer.cli.benchmark.runner import Options, Runner
 # sizes.
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "nvidia-h100-80gb-hbm3"
 SMALL = ("--size", "small", "--min-time", "0", "--threads", "1", "--no-peaks")  # takes seconds
 
 
@@ -95,10 +96,23 @@ def test_csv_has_the_columns_of_liger(written):
 
 def test_report_and_plots_are_written(written):
     text = (written / "report.md").read_text()
-    for name in ("speed.png", "memory.png", "accuracy.png"):
+    for name in ("speedup.png", "speed.png", "memory.png", "accuracy.png"):
         assert f"![{name}]({name})" in text
         assert (written / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "| case | shape | dtype |" in text
+
+
+def test_html_report_is_one_file_with_every_row(tmp_path, html_problems):
+    document = report.load(RESULTS / "terms" / "results.json")
+    document["not_run"].append({**document["not_run"][0], "reason": "<b>", "status": "wrong"})
+    document["rows"][0] |= {"speedup_torch": 2.0}
+    (text,) = (p for p in report.write_all(tmp_path, document, []) if p.suffix == ".html")
+    text = text.read_text()
+    assert html_problems(text) == []
+    assert text.count("<tr>") >= len(document["rows"]) and "WRONG, not timed" in text
+    assert "Speed-up over PyTorch: pytransformer (cuda), fwd" in text and "<svg" in text
+    shown = document._repr_html_()
+    assert html_problems(shown) == [] and "bound used, max" in shown
 
 
 # ---- schema

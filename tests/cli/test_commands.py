@@ -10,7 +10,7 @@ import re
 import pytest
 
 import pytransformer
-from pytransformer.cli import OK, USAGE, WRONG, doctor, main, providers
+from pytransformer.cli import OK, USAGE, WRONG, doctor, main, providers, tasks
 from pytransformer.cli.benchmark import plan
 
 
@@ -41,6 +41,19 @@ def test_every_command_has_help(capsys, command):
         main([command, "--help"])
     assert stop.value.code == OK
     assert capsys.readouterr().out.startswith(f"usage: pytransformer {command}")
+
+
+COMMANDS = ["", "demo", "doctor", "explain", "bench", "bench compare", "bench models", "verify"]
+COMMANDS += ["drop-in", "translate", "attention-map", "train"]
+COMMANDS += [f"train {task}" for task in tasks.names()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
 
 
 def test_version_is_printed(capsys):

@@ -246,3 +246,14 @@ def test_command_prints_changes_and_exits_with_1(
     assert "is not a results file of schema" in output
     assert "cannot read" in output
     assert "--threshold must be 0 or more" in output
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_runs_without_a_common_row_of_ours_fail(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (row("torch", 2.0), row(backend, 1.0, case="causal"))
+    (tmp_path / "a.json").write_text(json.dumps(document(row("cpu", 1.0), row("torch", 2.0))))
+    (tmp_path / "b.json").write_text(json.dumps(document(*rows)))
+    assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == WRONG
+    assert "the runs have no row of ours in common" in capsys.readouterr().out

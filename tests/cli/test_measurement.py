@@ -204,6 +204,23 @@ def test_every_step_runs_after_the_time_limit(rounds: int, monkeypatch: pytest.M
     assert skipped == ({"reference"} if fused else set())
 
 
+def _timed(backend: str, samples: int, speedup: float) -> dict:
+    numbers = ("peak_bytes", "error", "error_ratio_naive", "bound_used", "speedup_naive")
+    row = dict.fromkeys(numbers) | {"op": "attention", "backend": backend, "case": "full"}
+    row |= {"shape": {"rows": 2, "d": 4}, "dtype": "float32", "mode": "fwd", "device": "cpu"}
+    row |= {"median_ms": 3.0, "p20_ms": 2.0, "p80_ms": 4.0, "tflops": 1.0, "gbps": 1.0}
+    return row | {"samples": samples, "speedup_torch": speedup}
+
+
+def test_rows_of_one_sample_are_marked_and_not_compared() -> None:
+    once, often = _timed("cpu", 1, 0.01), _timed("cpu", 5, 2.0)
+    assert report.table_row(once)[5:7] == ["3.00*", "one sample"]
+    assert report.table_row(often)[5:7] == ["3.00", "2.00-4.00"]
+    (line,) = report.summary([once, often])
+    assert line[3:6] == ["2", "2.00", "2.00 (full)"]
+    assert "`*`: a\nsingle sample" in report.LEGEND
+
+
 # ---- memory
 
 

@@ -398,3 +398,15 @@ right 60 {torch_case} --min-time 0.01
         == 0
     )
     assert capfd.readouterr().out.count("left out, no time") == 3
+
+
+def test_h100_figure_shows_the_committed_runs(tool, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
+    pictures = tool("pictures")
+    rows = pictures.rows_of("fwd") | pictures.rows_of("bwd")
+    assert len(pictures.rows_of("fwd")) == 8 and len(pictures.rows_of("bwd")) == 6
+    assert all({"cuda", "torch_cudnn"} <= set(systems) for systems in rows.values())
+    monkeypatch.setattr("sys.argv", ["pictures.py", "--out", str(tmp_path)])
+    pictures.main()
+    drawn = (tmp_path / pictures.NAME).read_bytes()
+    assert drawn[:8] == b"\x89PNG\r\n\x1a\n" and (pictures.IMAGES / pictures.NAME).is_file()

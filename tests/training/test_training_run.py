@@ -77,7 +77,7 @@ def test_runs_with_other_options_are_refused(toy, tmp_path):
     assert newest(out, "first")["optimizer.0.step"].item() == 8, "the first stage may go on"
 
 
-def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys):
+def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys, html_problems):
     run = two_stages(start(tmp_path / "out"), toy)
     assert (
         run.report(
@@ -94,6 +94,9 @@ def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys):
         "chance": 0.1, "of": 40,
     }  # fmt: skip
     assert report["figures"][1] == {"what": "loss", "value": 2.0}
+    page = (run.out / "report.html").read_text()
+    assert html_problems(page) == []
+    assert "the most frequent" in page and "second: accuracy" in page and "width" in page
     assert (
         report["command"] == "pytransformer train toy"
         and report["data"] == "dice"
@@ -116,6 +119,22 @@ def test_every_task_has_its_help(name, capsys):
         and "--resume" in output
         and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in output
     )
+
+
+@pytest.mark.parametrize("option", ["--layers", "--width", "--batch", "--vocabulary", "--epochs"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_sizes_below_one_are_refused(option, value, capsys, tmp_path):
+    arguments = ["train", "translate", "--data", "x", "--out", str(tmp_path), option, value]
+    assert main(arguments) == USAGE
+    assert f"{option} must be at least 1, got {value}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_device_cuda_without_a_gpu_is_an_error_of_one_line(capsys, tmp_path):
+    arguments = ["train", "translate", "--data", "x", "--out", str(tmp_path), "--device", "cuda"]
+    assert main(arguments) == USAGE
+    said = capsys.readouterr().err
+    assert "torch sees no CUDA GPU here" in said and said.count("\n") == 1
 
 
 def test_threads_are_counted_from_one(capsys, tmp_path):

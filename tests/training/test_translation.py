@@ -64,6 +64,13 @@ def test_training_writes_every_reported_file(trained, corpus, capsys):
     assert [path.name for path in checkpoints(trained)] == ["checkpoint-0000006.safetensors"]
 
 
+def test_html_report_shows_losses_samples_and_settings(trained, corpus, html_problems):
+    text = (trained / "report.html").read_text()
+    assert html_problems(text) == []
+    assert "Losses" in text and "<svg" in text and "d_model" in text
+    assert read_pairs(corpus[3])[0].source in text
+
+
 def test_small_corpora_are_learned_exactly(portuguese):
     """Capacity and steps suffice for 24 sentences.
 

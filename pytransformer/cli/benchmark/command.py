@@ -36,6 +36,7 @@ from pytransformer.cli.benchmark.options import ISAS
 from pytransformer.cli.benchmark.options import add_arguments as add_arguments
 from pytransformer.cli.benchmark.runner import Options, Runner
 from pytransformer.cli.providers import PEERS
+from pytransformer.cli.providers.contender import functions
 from pytransformer.console import EXTRA_HINT, Console, have_rich
 
 QUICK_SECONDS = 46.0  # for the steps; startup, memory probe and plots take the rest of the minute
@@ -44,7 +45,8 @@ QUICK_ROUNDS = 3  # min samples
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console()
-    ops = _ops(arguments.ops)
+    files = _contenders(arguments.contender)
+    ops = _ops(arguments.ops or list(dict.fromkeys(op for f in files for op in functions(f))))
     if arguments.list:
         rows = [
             (c.op, c.name, report.shape_text(c.shape), " ".join(sorted(c.tags)))
@@ -80,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         sustained=arguments.sustained,
         cold=arguments.cache == "cold",
         limits=arguments.peaks and not arguments.quick,
+        contenders=files,
     )
     where = results.environment(arguments.device, _command_line(arguments))
     console.print(report.environment_text(where))
@@ -103,7 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return INTERRUPTED
     ours = [entry for entry in runner.not_run if entry["backend"] not in PEERS]
-    return WRONG if any(entry["status"] in ("wrong", "failed") for entry in ours) else OK
+    absent = {f.stem for f in files} - {row["backend"] for row in runner.rows}
+    for name in sorted(absent):
+        console.print(f"{name} has no row: nothing of it was timed, for the reasons above.")
+    wrong = any(entry["status"] in ("wrong", "failed") for entry in ours)
+    return WRONG if wrong or absent else OK
 
 
 def _peaks(arguments: argparse.Namespace, steps: list[plan.Step]) -> dict[str, object] | None:
@@ -115,6 +122,13 @@ def _peaks(arguments: argparse.Namespace, steps: list[plan.Step]) -> dict[str, o
         list(dict.fromkeys(step.dtype for step in steps)),
         min(0.15, arguments.min_time),
     )
+
+
+def _contenders(files: list[Path]) -> list[Path]:
+    names = [path.stem for path in files]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--contender: two files have the name {repeated[0]}; rename one")
+    return files
 
 
 def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tuple[Runner, bool]:
@@ -160,6 +174,7 @@ def _suite_if_nothing_is_asked(arguments: argparse.Namespace) -> None:
         arguments.mode,
         arguments.quick,
         arguments.suite,
+        arguments.contender,
     )
     if not any((*chosen, arguments.ops, arguments.sweep != [{}], arguments.size != "medium")):
         arguments.suite = "aims"

@@ -20,7 +20,7 @@ A and B may be folders of several runs each, ideally taken in turns
 (bench/tools/ab.py). The comparison then uses the median and the union of the
 intervals, which covers the variation between processes.
 
-Exit code 0: nothing got worse; 1: something did.
+Exit code 0: nothing got worse; 1: something did, or no row is in both runs.
 """
 
 from __future__ import annotations
@@ -246,12 +246,20 @@ def run(argv: Sequence[str]) -> int:
         f"{len(common)} rows in both; {sum(c.worse for c in changes)} worse,"
         f" {sum(not c.worse for c in changes)} better."
     )
-    ours = [key for key in common if key[-1] not in (*PEERS, REFERENCE)]
-    few = sum(not _judged(before[key], after[key], _yardsticks(before, after, key)) for key in ours)
+    ours = [key for key in common if key[-1] not in PEERS]
+    fused = [key for key in ours if key[-1] != REFERENCE]
+    few = sum(
+        not _judged(before[key], after[key], _yardsticks(before, after, key)) for key in fused
+    )
+    if not ours:
+        console.print(
+            "Nothing to compare: the runs have no row of ours in common; measure the same problems"
+            " (--case, --shape, --dtype, --mode)."
+        )
     if few:
         console.print(
-            f"{few} of our {len(ours)} rows have fewer than {clock.MIN_ROUNDS} samples: their speed"
-            " is not judged."
+            f"{few} of our {len(fused)} rows have fewer than {clock.MIN_ROUNDS} samples: their"
+            " speed is not judged."
         )
     peers = {key[-1] for key in common} & set(PEERS) - {TORCH}
     if not peers:
@@ -266,7 +274,7 @@ def run(argv: Sequence[str]) -> int:
         )
     columns = ("change", "op", "case", "shape", "dtype", "mode", "backend", "new/old", "what")
     console.table(columns, [_line(c) for c in changes], right=("new/old",)) if changes else None
-    return WRONG if any(c.worse for c in changes) else OK
+    return WRONG if not ours or any(c.worse for c in changes) else OK
 
 
 def _line(change: Change) -> list[str]:

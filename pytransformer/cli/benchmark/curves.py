@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytransformer.cli.benchmark.plots import STYLES, Row, figure_of, legend_and_title, plain_ticks
-from pytransformer.cli.benchmark.report import SHORT
+from pytransformer.cli.benchmark.plots import Row, figure_of, legend_and_title, plain_ticks, styles
+from pytransformer.cli.benchmark.report import SHORT, label_of
 from pytransformer.console import escape_plot
 
 MOST_PANELS = 12
@@ -132,7 +132,7 @@ def _panels(
     for axis in axes[len(groups) :]:
         axis.set_visible(False)
     for axis, members in zip(axes, groups):
-        for backend, (colour, mark) in STYLES.items():
+        for backend, (colour, mark) in styles(members).items():
             line = sorted(
                 (row for row in members if row["backend"] == backend),
                 key=lambda row: _size(row, name),
@@ -140,7 +140,7 @@ def _panels(
             if line:
                 axis.plot(
                     [_size(row, name) for row in line], [value(row) for row in line], marker=mark,
-                    color=colour, label=backend,
+                    color=colour, label=label_of(backend),
                     markersize=5, linewidth=1.5, markeredgecolor="white", markeredgewidth=0.4,
                 )  # fmt: skip
         first = members[0]
@@ -200,12 +200,17 @@ def _roofline(path: Path, document: Row) -> None:
             linewidth=1.5,
             label="measured peak",
         )
-        told = dict(
+        text_style = dict(
             fontsize=8, zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}
         )
         top = max([roof, *(s[1] for s in spots)])  # above every mark
         axis.text(
-            high, 1.35 * top, f"peak {roof * 1e3:.0f} GFLOP/s", ha="right", va="bottom", **told
+            high,
+            1.35 * top,
+            f"peak {roof * 1e3:.0f} GFLOP/s",
+            ha="right",
+            va="bottom",
+            **text_style,
         )
         axis.text(
             low,
@@ -213,16 +218,16 @@ def _roofline(path: Path, document: Row) -> None:
             f"copy {peaks['gbps']:.0f} GB/s",
             ha="left",
             va="bottom",
-            **told,
+            **text_style,
         )
         axis.set_ylim(0.4 * min([slope * low, *(s[1] for s in spots)]), 2.2 * top)
         size = 36 if len(spots) < 60 else 16
-        for backend, (colour, mark) in STYLES.items():
+        for backend, (colour, mark) in styles(members).items():
             mine = [s for s in spots if s[2] == backend]
             if mine:
                 axis.scatter(
                     [s[0] for s in mine], [s[1] for s in mine], c=colour, marker=mark, s=size,
-                    label=backend,
+                    label=label_of(backend),
                     edgecolors="white", linewidths=0.4, zorder=3, alpha=0.8,
                 )  # fmt: skip
         axis.set_xscale("log")

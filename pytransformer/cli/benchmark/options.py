@@ -101,6 +101,17 @@ def _contenders(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add(
+        "--contender",
+        type=_contender,
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help=(
+            "a file of yours with functions named after ops; checked and timed beside the rest"
+            " (may be repeated; docs/benchmarks.md has an example)"
+        ),
+    )
+    add(
         "--isa",
         choices=tuple(ISAS),
         default=None,
@@ -210,6 +221,15 @@ def _modes(text: str) -> list[str]:
 
 def _backends(text: str) -> tuple[str, ...]:
     return _KNOWN_BACKENDS if text == "all" else tuple(_among(text, _KNOWN_BACKENDS))
+
+
+def _contender(text: str) -> Path:
+    path = Path(text)
+    if path.stem in _KNOWN_BACKENDS:
+        raise argparse.ArgumentTypeError(
+            f"{path.name} has the name of an implementation, {path.stem}; rename the file"
+        )
+    return path
 
 
 def _shape(text: str) -> dict[str, int]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three plots from the rows of a results.json; needs matplotlib.
+"""Plots from the rows of a results.json; needs matplotlib.
 
+speedup.png  PyTorch's time over each implementation's, per case, bars from p20 to
+             p80; one panel per mode
 speed.png    time per case, one mark per implementation, bars from p20 to p80;
              one panel per mode
 memory.png   peak memory above the inputs, likewise
@@ -16,29 +18,40 @@ from pathlib import Path
 from typing import Any
 
 from pytransformer.cli.benchmark import results
-from pytransformer.cli.benchmark.report import SHORT, environment_text, shape_text
+from pytransformer.cli.benchmark.report import SHORT, environment_text, label_of, shape_text
 from pytransformer.console import EXTRA_HINT, escape_plot
 
 Row = dict[str, Any]
 
-# Okabe and Ito's colors, distinct for every kind of color vision, each with a distinct marker.
+# One color and mark per implementation, in every figure: Okabe and Ito's colors, then darker ones.
 STYLES = {
-    "naive": ("#999999", "s"),
-    "torch": ("#E69F00", "D"),
-    "reference": ("#56B4E9", "v"),
     "cpu": ("#0072B2", "o"),
-    "triton": ("#009E73", "^"),
     "cuda": ("#D55E00", "P"),
-    "torch_flash": ("#F0E442", "D"),
-    "torch_efficient": ("#CC79A7", "D"),
-    "torch_cudnn": ("#8B4513", "D"),
-    "torch_math": ("#C8A2C8", "D"),
-    "compile": ("#333333", "s"),
-    "flex": ("#CC79A7", "X"),
+    "triton": ("#009E73", "^"),
+    "reference": ("#56B4E9", "v"),
+    "cuda_any_order": ("#F4A582", "P"),
+    "torch": ("#E69F00", "D"),
+    "naive": ("#999999", "s"),
+    "torch_flash": ("#CC79A7", "D"),
+    "torch_efficient": ("#C2B200", "D"),
+    "torch_cudnn": ("#222222", "D"),
+    "torch_math": ("#B8A07A", "D"),
+    "compile": ("#5B5B8C", "s"),
+    "flex": ("#6A3D9A", "X"),
     "flash_attn": ("#8B4513", "*"),
-    "liger": ("#CC79A7", "h"),
-    "quack": ("#8B4513", "h"),
+    "liger": ("#7FA31A", "h"),
+    "quack": ("#1B7F8C", "h"),
 }
+CHARACTERS_PER_INCH, INCHES_PER_NAME = 16, 2.3  # of a legend's title and names
+_CONTENDERS = (("#B2182B", "p"), ("#1F4E5F", "d"), ("#7A0177", "H"))
+
+
+def styles(rows: list[Row]) -> dict[str, tuple[str, str]]:
+    """Return color and mark of each implementation of the rows, a user's contenders last."""
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    more = [name for name in names if name not in STYLES]
+    added = {name: _CONTENDERS[i % len(_CONTENDERS)] for i, name in enumerate(more)}
+    return {name: style for name, style in (STYLES | added).items() if name in names}
 
 
 def why_not() -> str | None:
@@ -52,6 +65,17 @@ def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
     """Draw what the rows allow and return the file names."""
     rows = one_shape_each(document["rows"])
     drawn = []
+    compared = [row for row in rows if row["speedup_torch"] and row["backend"] != "torch"]
+    if compared:
+        _by_case(
+            folder / "speedup.png",
+            document,
+            compared,
+            "speed-up over PyTorch (1: equal)",
+            "Speed-up over PyTorch by case (right is faster)",
+            _speedup,
+        )
+        drawn.append("speedup.png")
     if rows:
         _by_case(
             folder / "speed.png",
@@ -115,6 +139,12 @@ def _speed(row: Row) -> tuple[float, float, float]:
     return row["median_ms"], row["p20_ms"], row["p80_ms"]
 
 
+def _speedup(row: Row) -> tuple[float, float, float]:
+    ratio = row["speedup_torch"]
+    low, middle, high = row.get("time_over_torch") or (1 / ratio, 1 / ratio, 1 / ratio)
+    return 1 / middle, 1 / high, 1 / low
+
+
 def _memory(row: Row) -> tuple[float, float, float]:
     # Clamp to the resolution, so that a call which needs no memory shows on the log axis.
     value = max(row["peak_bytes"] / 1e6, 0.1)
@@ -145,12 +175,13 @@ def _by_case(
     labels = list(dict.fromkeys(_label(row) for row in rows))
     place = {label: i for i, label in enumerate(labels)}
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    backends = [name for name in STYLES if any(row["backend"] == name for row in rows)]
+    marks = styles(rows)
+    backends = list(marks)
     figure = figure_of(3.5 + 4.5 * len(modes), 1.9 + 0.36 * len(labels))
     axes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axis, mode in zip(axes, modes, strict=True):
         for turn, backend in enumerate(backends):
-            colour, mark = STYLES[backend]
+            colour, mark = marks[backend]
             members = [row for row in rows if row["mode"] == mode and row["backend"] == backend]
             # Offset marks within a case's line, so that equal values do not hide each other.
             ys = [
@@ -164,9 +195,12 @@ def _by_case(
             axis.errorbar(
                 [t[0] for t in triples], ys, xerr=spread if members else None, fmt=mark,
                 color=colour, markersize=5.5,
-                elinewidth=1.4, label=backend, markeredgecolor="white", markeredgewidth=0.4,
+                elinewidth=1.4, label=label_of(backend),
+                markeredgecolor="white", markeredgewidth=0.4,
             )  # fmt: skip
         axis.set_xscale("log")
+        if value is _speedup:
+            axis.axvline(1, color=STYLES["torch"][0], linewidth=1.2, label="PyTorch = 1")
         axis.set_title(mode, fontsize=10)
         axis.set_xlabel(unit)
         axis.grid(axis="x", which="major", color="0.85")
@@ -187,14 +221,13 @@ def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
         _key(row): row["error"] for row in rows if row["backend"] == "torch" and not row["note"]
     }
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    backends = [
-        name for name in STYLES if name != "torch" and any(row["backend"] == name for row in rows)
-    ]
+    marks = styles([row for row in rows if row["backend"] != "torch"])
+    backends = list(marks)
     figure = figure_of(2.0 + 4.5 * len(modes), 5.4)
     axes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axis, mode in zip(axes, modes, strict=True):
         for backend in backends:
-            colour, mark = STYLES[backend]
+            colour, mark = marks[backend]
             members = [
                 r
                 for r in rows
@@ -203,13 +236,13 @@ def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
             axis.scatter(
                 [r["speedup_torch"] for r in members],
                 [r["error"] / torch_error[_key(r)] for r in members],
-                c=colour, marker=mark, s=40 if len(rows) < 120 else 18, label=backend,
+                c=colour, marker=mark, s=40 if len(rows) < 120 else 18, label=label_of(backend),
                 edgecolors="white", linewidths=0.4, zorder=3,
             )  # fmt: skip
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.axvline(1, color=STYLES["torch"][0], linewidth=1.2)
-        axis.axhline(1, color=STYLES["torch"][0], linewidth=1.2, label="torch = 1")
+        axis.axhline(1, color=STYLES["torch"][0], linewidth=1.2, label="PyTorch = 1")
         axis.set_title(mode, fontsize=10)
         axis.set_xlabel("speed, times PyTorch's")
         axis.grid(which="major", color="0.88")
@@ -247,12 +280,15 @@ def _legend_of(axis: Any) -> dict[str, Any]:
 def legend_and_title(figure: Any, legend: dict[str, Any], document: Row, title: str) -> None:
     import textwrap
 
-    place = "\n".join(textwrap.wrap(environment_text(document["environment"], escape_plot), 110))
+    columns = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
+    place = "\n".join(
+        textwrap.wrap(environment_text(document["environment"], escape_plot), columns)
+    )
     figure.legend(
         legend.values(),
         legend.keys(),
         loc="outside lower center",
-        ncols=min(8, len(legend)),
+        ncols=max(1, min(len(legend), int(figure.get_figwidth() / INCHES_PER_NAME))),
         frameon=False,
         title=place,
         title_fontsize=7,

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pytransformer import _html
 from pytransformer.cli.benchmark import results
 from pytransformer.cli.providers import PEERS
 from pytransformer.console import clean, escape_csv, escape_markdown, table_width
 
 Row = dict[str, Any]
+ONE_SAMPLE = "*"  # beside a time
+MOST_BARS = 40  # a longer chart is folded
 SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 
 COLUMNS = (
@@ -37,6 +40,21 @@ COLUMNS = (
     "limit",
 )
 RIGHT = COLUMNS[5:-1]
+
+OURS = ("cpu", "triton", "cuda", "reference", "cuda_any_order")
+LABELS = {
+    "torch": "PyTorch",
+    "torch_flash": "PyTorch SDPA (FlashAttention-2)",
+    "torch_efficient": "PyTorch SDPA (efficient)",
+    "torch_cudnn": "PyTorch SDPA (cuDNN)",
+    "torch_math": "PyTorch SDPA (math)",
+    "naive": "naive code",
+    "compile": "torch.compile",
+    "flex": "FlexAttention",
+    "flash_attn": "FlashAttention",
+    "liger": "Liger-Kernel",
+    "quack": "quack",
+}
 
 # Liger-Kernel's benchmark columns in its order, so that its tools read our results; the last holds
 # our version.
@@ -78,6 +96,22 @@ def megabytes(value: int | None) -> str:
     return figure(None if value is None else value / 1e6)
 
 
+def label_of(backend: str) -> str:
+    """Return the name of an implementation in a figure."""
+    return LABELS.get(backend, f"pytransformer ({backend})" if backend in OURS else backend)
+
+
+def time_text(row: Row) -> str:
+    """Return the median in milliseconds, marked if it is one sample only."""
+    return figure(row["median_ms"]) + ONE_SAMPLE * (row["samples"] == 1)
+
+
+def spread_text(row: Row) -> str:
+    if row["samples"] == 1:
+        return "one sample"
+    return f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}"
+
+
 def mode_text(row: Row) -> str:
     """Return the mode, marked if the CPU caches were emptied; they are warm by default."""
     return row["mode"] + (" cold" if row.get("cache") == "cold" and row["device"] == "cpu" else "")
@@ -87,7 +121,7 @@ def table_row(row: Row) -> list[str]:
     """Return the cells of COLUMNS."""
     return [
         row["case"], shape_text(row["shape"]), SHORT[row["dtype"]], mode_text(row), row["backend"],
-        figure(row["median_ms"]), f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}",
+        time_text(row), spread_text(row),
         figure(row["speedup_torch"]), figure(row["speedup_naive"]), figure(row["tflops"]),
         figure(row["gbps"]), megabytes(row["peak_bytes"]), megabytes(row.get("saved_bytes")),
         figure(row["error"], 2), figure(row["error_ratio_naive"], 2), limit_text(row),
@@ -184,15 +218,19 @@ def geomean(values: list[float]) -> float:
 
 
 def summary(rows: list[Row]) -> list[list[str]]:
-    """Return one line per backend of ours and mode: row count, comparison and the worst row."""
+    """Return one line per backend and mode, peers left out: row count, comparison, worst row.
+
+    Rows of one sample count, but their speed is not compared.
+    """
     lines = []
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         if row["backend"] not in PEERS:
             groups.setdefault((row["backend"], row["mode"], row["dtype"]), []).append(row)
     for (backend, mode, dtype), members in groups.items():
-        compared = [r for r in members if r["speedup_torch"]]
-        naive = [r["speedup_naive"] for r in members if r["speedup_naive"]]
+        several = [r for r in members if r["samples"] > 1]
+        compared = [r for r in several if r["speedup_torch"]]
+        naive = [r["speedup_naive"] for r in several if r["speedup_naive"]]
         worst = min(compared, key=lambda r: r["speedup_torch"], default=None)
         lines.append([
             backend, mode, SHORT[dtype], str(len(members)),
@@ -217,16 +255,66 @@ SUMMARY_COLUMNS = (
 )
 
 
+# ---- HTML
+
+
+def page(document: dict[str, Any]) -> str:
+    """Return the whole report in one file: ratios first, then every table."""
+    rows, where = document["rows"], document["environment"]
+    parts = [_html.paragraph(environment_text(where))]
+    parts.append(_html.paragraph(f"Command: {where['command']}", note=True))
+    if not document["complete"]:
+        parts.append(_html.paragraph("Stopped before the end: these are partial results."))
+    wrong = [e for e in document["not_run"] if e["status"] in ("wrong", "failed")]
+    parts += [
+        _html.paragraph(f"{e['op']} {' '.join(refusal_row(e)[:4])}: {verdict(e)}") for e in wrong
+    ]
+    lines = summary(rows)
+    parts.append(_html.table(SUMMARY_COLUMNS, lines, SUMMARY_COLUMNS[3:], caption="Summary"))
+    parts += _ratio_bars(rows)
+    for op, members in by_op(rows).items():
+        content = _html.table(COLUMNS, map(table_row, members), RIGHT)
+        parts.append(_html.details(f"{op}: {len(members)} rows", content))
+    if document["not_run"]:
+        columns = ("op", "case", "dtype", "mode", "backend", "why")
+        refused = [[entry["op"], *refusal_row(entry)] for entry in document["not_run"]]
+        content = _html.table(columns, refused)
+        parts.append(_html.details(f"Not timed, and why: {len(refused)}", content))
+    parts.append(_html.paragraph(LEGEND.replace("`", ""), note=True))
+    return _html.page("pytransformer benchmark", parts)
+
+
+def _ratio_bars(rows: list[Row]) -> list[str]:
+    """Return a bar chart of the speed-up over PyTorch for each backend and mode, peers left out."""
+    groups: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for row in rows:
+        if row["backend"] not in PEERS and row["speedup_torch"] and row["samples"] > 1:
+            label = f"{row['case']} {SHORT[row['dtype']]} {shape_text(row['shape'])}"
+            groups.setdefault((row["backend"], row["mode"]), []).append(
+                (label, row["speedup_torch"])
+            )
+    parts = []
+    for (backend, mode), values in groups.items():
+        values.sort(key=lambda entry: entry[1], reverse=True)
+        count = len(values)
+        title = f"Speed-up over PyTorch: {label_of(backend)}, {mode}"
+        chart = _html.bars(values)
+        few = _html.heading(title) + chart
+        parts.append(few if count <= MOST_BARS else _html.details(f"{title}: {count} rows", chart))
+    return parts
+
+
 # ---- files
 
 
 def write_all(folder: Path, document: dict[str, Any], plots: list[str]) -> list[Path]:
-    """Write results.json, results.csv and report.md; `plots` names the images beside them."""
+    """Write results.json, results.csv, report.md and report.html, with `plots` beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "results.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
         "results.csv": csv_text(document),
         "report.md": markdown(document, plots),
+        "report.html": page(document),
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -301,10 +389,10 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
 
 
 LEGEND = """\
-`ms`: median of one call, beside its 20 % and 80 % quantiles, all contenders interleaved. `x torch`,
-`x naive`: speed-up over PyTorch's op and over naive code in the same run. `TFLOP/s`: useful work
-only. `GB/s`: every input read once and every output written once. `peak MB`: memory above the
-inputs, in a fresh process. `saved MB`: tensors that forward saves for backward, beyond the inputs.
+`ms`: median of one call, beside its 20 % and 80 % quantiles, all contenders interleaved; `*`: a
+single sample, which the summary does not compare. `x torch`, `x naive`: speed-up over PyTorch's op
+and over naive code in the same run. `TFLOP/s`: useful work only. `GB/s`: every input read once and
+every output written once. `peak MB`: memory above the inputs, in a fresh process. `saved MB`: tensors that forward saves for backward, beyond the inputs.
 Caches are warm (as calls in a loop leave them) unless the mode is "cold". `error`: norm of the
 error against float64 over the norm of the result, the max of output and gradients; `/naive`:
 relative to naive code's error. `limit`: the largest share of the time: the rate of a matrix
@@ -330,7 +418,16 @@ def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
     return escape("; ".join(word for word in words if word)) + "."
 
 
-def load(path: Path) -> dict[str, Any]:
+class Results(dict[str, Any]):
+    """The content of a results.json; a notebook shows its summary as a table."""
+
+    def _repr_html_(self) -> str:
+        lines = summary(self["rows"])
+        place = _html.paragraph(environment_text(self["environment"]), note=True)
+        return _html.table(SUMMARY_COLUMNS, lines, SUMMARY_COLUMNS[3:]) + place
+
+
+def load(path: Path) -> Results:
     """Return a checked results.json; raise ValueError naming the fault."""
     document = json.loads(path.read_text(encoding="utf-8"))
     problems = results.validate(document)
@@ -339,4 +436,4 @@ def load(path: Path) -> dict[str, Any]:
             f"{path} is not a results file of schema {results.SCHEMA_VERSION}:"
             f" {'; '.join(problems[:5])}"
         )
-    return document
+    return Results(document)

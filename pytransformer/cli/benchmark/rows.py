@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BOTH = ("float32", "bfloat16")
+ORACLE = "the oracle, not a contender; --providers reference times it"
 MODES = ("fwd", "fwd+bwd")
 
 

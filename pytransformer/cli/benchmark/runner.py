@@ -6,12 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pytransformer.cli.benchmark import check, clock, exact, limits, memory, plan
 from pytransformer.cli.benchmark.plan import Step
+from pytransformer.cli.benchmark.rows import ORACLE
 from pytransformer.cli.providers import (
     NAIVE,
     ON_REQUEST,
@@ -23,6 +25,7 @@ from pytransformer.cli.providers import (
     Unsupported,
     providers,
 )
+from pytransformer.cli.providers.contender import contenders
 
 SEED = 20
 REFERENCE, CPU = "reference", "cpu"
@@ -49,6 +52,7 @@ class Options:
     cold: bool = False  # empty the caches before each call, in every step
     # Measure on the CPU what determines a row's limit: call floor and kernels alone.
     limits: bool = False
+    contenders: Sequence[Path] = ()  # files of the user's; always take part
 
 
 @dataclass
@@ -82,7 +86,7 @@ class Runner:
             step.case, step.dtype, device, seed=SEED, grad=step.mode != "fwd", on_device=not checked
         )
         entries = self._prepared(step, problem)
-        if late:
+        if seconds is not None and REFERENCE not in (self.options.backends or ()):
             entries = self._without_reference(step, entries)
         if self.options.verify:
             entries = self._verified(step, problem, entries)
@@ -187,8 +191,9 @@ class Runner:
 
     def _prepared(self, step: Step, problem: Problem) -> list[_Entry]:
         entries = []
-        for provider in self.find(step.case.op):
-            if not self._takes_part(provider.name):
+        op = step.case.op
+        for provider in (*self.find(op), *contenders(op, self.options.contenders)):
+            if provider.file is None and not self._takes_part(provider.name):
                 continue
             named = self.options.backends is not None and provider.name in self.options.backends
             if provider.name in step.left_out and not named:
@@ -198,7 +203,14 @@ class Runner:
                 entries.append(_Entry(provider, provider.prepare(problem)))
             except Unsupported as reason:
                 self._refuse(step, provider.name, "unsupported", str(reason))
+            except Exception as error:
+                if provider.file is None:
+                    raise
+                self._fail(step, provider.name, error)
         return entries
+
+    def _fail(self, step: Step, name: str, error: Exception) -> None:
+        self._refuse(step, name, "failed", f"{type(error).__name__}: {error}")
 
     def _takes_part(self, name: str) -> bool:
         return (
@@ -212,7 +224,7 @@ class Runner:
         if all(e.provider.name in (REFERENCE, *PEERS) for e in entries):
             return entries
         if any(e.provider.name == REFERENCE for e in entries):
-            self._refuse(step, REFERENCE, "skipped", "the machine is so busy that the time was up")
+            self._refuse(step, REFERENCE, "skipped", ORACLE)
         return [e for e in entries if e.provider.name != REFERENCE]
 
     def _verified(self, step: Step, problem: Problem, entries: list[_Entry]) -> list[_Entry]:
@@ -224,13 +236,9 @@ class Runner:
                 if prepared.own_dropout:
                     checked = problem.without_dropout()
                     prepared = entry.provider.prepare(checked)
-                entry.verdict = self._judge(
-                    step, checked, prepared, peer=entry.provider.name in PEERS
-                )
+                entry.verdict = self._judge(step, checked, prepared, peer=entry.provider.peer)
             except Exception as error:  # report a crash of one implementation and go on
-                self._refuse(
-                    step, entry.provider.name, "failed", f"{type(error).__name__}: {error}"
-                )
+                self._fail(step, entry.provider.name, error)
                 continue
             if entry.verdict.wrong is None:
                 right.append(entry)
@@ -288,7 +296,7 @@ class Runner:
         start = time.monotonic()
         try:
             return self.probe.measure(
-                memory_request(step, entry.provider.name, self.options.device)
+                memory_request(step, entry.provider.name, self.options.device, entry.provider.file)
             )
         except memory.Unmeasured as reason:
             self._refuse(step, entry.provider.name, "failed", f"peak memory: {reason}")
@@ -403,7 +411,9 @@ def _finite(value: float) -> float | None:
 # ---- in the memory probe's process
 
 
-def memory_request(step: Step, backend: str, device: str) -> dict[str, Any]:
+def memory_request(
+    step: Step, backend: str, device: str, file: Path | None = None
+) -> dict[str, Any]:
     """Return the request from which the probe's process makes the same call."""
     return {
         "case": step.case.name,
@@ -411,6 +421,7 @@ def memory_request(step: Step, backend: str, device: str) -> dict[str, Any]:
         "dtype": plan.dtype_name(step.dtype),
         "mode": step.mode,
         "backend": backend,
+        "file": file and str(file),
         "device": device,
         "threads": torch.get_num_threads(),
     }
@@ -431,7 +442,9 @@ def _memory_call(case: plan.Case, request: dict[str, Any]) -> Callable[[], objec
         seed=SEED,
         grad=request["mode"] != "fwd",
     )
-    provider = next(p for p in providers(case.op) if p.name == request["backend"])
+    files = [Path(request["file"])] if request["file"] else []
+    everyone = (*providers(case.op), *contenders(case.op, files))
+    provider = next(p for p in everyone if p.name == request["backend"])
     prepared = provider.prepare(problem)
     call = work(problem, prepared, request["mode"])
 

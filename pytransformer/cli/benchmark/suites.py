@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytransformer.cli.benchmark.plan import DTYPES, Step, resized
+from pytransformer.cli.benchmark.rows import ORACLE
 from pytransformer.cli.providers import NAIVE, TORCH, of_family
 from pytransformer.testing.cases import Case, case
 from pytransformer.testing.kits import kits
@@ -41,7 +42,7 @@ def _steps(suite: str) -> Iterator[Step]:
 
 def _left_out(case: Case) -> dict[str, str]:
     shape = case.shape
-    found = {REFERENCE: "the oracle takes no part in suites; --backends reference times it"}
+    found = {REFERENCE: ORACLE}
     pairs = shape["B"] * shape["Hq"] * shape["Lq"] * shape["Lk"] if "Lk" in shape else 0
     if pairs > MOST_PAIRS:
         found["naive"] = (

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,10 +124,19 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Provider:
-    """An implementation: `prepare(problem)` returns a `Prepared` or raises `Unsupported`."""
+    """An implementation: `prepare(problem)` returns a `Prepared` or raises `Unsupported`.
+
+    `file` is the user's file of a contender.
+    """
 
     name: str
     prepare: Callable[[Problem], Prepared]
+    file: Path | None = None
+
+    @property
+    def peer(self) -> bool:
+        """Return True if the implementation is not one of our backends."""
+        return self.name in PEERS or self.file is not None
 
 
 def as_outputs(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Outputs:

@@ -47,9 +47,10 @@ def add_pairs(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True,
-        metavar="FILE|gettext:PACKAGE[,PACKAGE]|docstrings:PACKAGE[,PACKAGE]",
-        help="pairs of texts, two columns separated by a tab; or installed packages: the "
-        "translations in their gettext catalogues, or their docstrings and the summary lines",
+        metavar="FILE|gettext:NAMES|docstrings:NAMES",
+        help="pairs of texts, two columns separated by a tab; or installed packages, separated by "
+        "commas: the translations in their gettext catalogues, or their docstrings and their "
+        "summary lines",
     )  # fmt: skip
     data.add_argument(
         "--held-out",

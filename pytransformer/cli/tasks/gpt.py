@@ -7,8 +7,8 @@ then answers a source and the delimiter, chooses the true one of four targets or
 of four second halves of a text by likelihood, and completes texts, with zero,
 one and four training pairs in the prompt.
 
-    pytransformer train gpt --data gettext:Django,Sphinx,wagtail --from pt --to en
-    pytransformer train gpt --data docstrings:torch,numpy,scipy   # target: summary
+  pytransformer train gpt --data gettext:Django,Sphinx,wagtail --from pt --to en
+  pytransformer train gpt --data docstrings:torch,numpy   # target: summary
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 
     "translate pt to en: ..."  the translation ("summarize: ..." for docstrings:
                                their first line)
-    "which program: ..."       the package of a message (gettext with two packages
-                               or more)
+    "which program: ..."       the package of a message (gettext with several
+                               packages)
     "restore case: ..."        the original of a lowercased text
     "fill in: ..."             the spans that were left out
 
 A task's share of the batches follows its size, smoothed by --temperature.
 
-    pytransformer train t5 --data gettext:Django,Sphinx,wagtail --from pt --to en
+  pytransformer train t5 --data gettext:Django,Sphinx,wagtail --from pt --to en
 """
 
 from __future__ import annotations

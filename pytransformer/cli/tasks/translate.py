@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...models import _files
-from .. import OK, UsageError
+from .. import OK, UsageError, training_html
 from ..training_run import Run
 from ._text import add_pairs, pairs_of
 
@@ -127,9 +127,11 @@ def train(run: Run) -> int:
         return OK
     translator.model.eval()
     translator.save(out)
-    _report(translator, (train, held_out), plan, out, run.started, say)
+    report, samples = _report(translator, (train, held_out), plan, out, run.started, say)
+    runs, settings = {"": trainer.metrics.rows}, report.pop("plan")
+    training_html.write(out, arguments.task, runs, report, settings, samples)
     _draw_losses(trainer, out, say)
-    say(f"model, tokenizers, metrics.jsonl and report.json are in {out}")
+    say(f"model, tokenizers, metrics.jsonl, report.json and report.html are in {out}")
     say(f'try: pytransformer translate --model {out} "{held_out[0].source}"')
     return OK
 
@@ -141,8 +143,12 @@ def _report(
     out: Path,
     started: float,
     say: Any,
-) -> None:
-    """Score held-out translations beside a memory of the training pairs; write report.json."""
+) -> tuple[dict[str, Any], training_html.Samples]:
+    """Score held-out translations beside a memory of the training pairs; write report.json.
+
+    Returns:
+        The report and the first sentences with their translations.
+    """
     from ...training import translation_scores
     from ...training.quality import from_memory
     from ...training.translation import exactness, translate_all
@@ -170,11 +176,11 @@ def _report(
     except ImportError as error:
         say(f"no BLEU and chrF: {error}")
     report["seconds"] = round(time.monotonic() - started, 1)
-    _files.write_text(
-        out / "report.json",
-        json.dumps({**report, "plan": dataclasses.asdict(plan)}, indent=2) + "\n",
-    )
+    report["plan"] = dataclasses.asdict(plan)
+    _files.write_text(out / "report.json", json.dumps(report, indent=2) + "\n")
     say(f"{report['seconds']:.0f} s")
+    first = list(zip(sources, said, wanted))[: 2 * _SHOWN]
+    return report, (("source", "translation", "expected"), first)
 
 
 def _draw_losses(trainer: Any, out: Path, say: Any) -> None:

@@ -13,13 +13,13 @@ that was not converted, with the reason.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ... import _html
 from . import (  # noqa: F401  # they fill RULES
     code,
     hugging_face_rules,
@@ -52,18 +52,43 @@ class Conversion:
         """Restore the original class of every module."""
         revert(self.model)
 
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(
+            "convert: the result is a report, not a model; convert(model) works in place, so call"
+            " the model itself"
+        )
+
     def __str__(self) -> str:
-        lines = [
+        lines = [self._title]
+        for title, rows in (("", self.converted), ("not converted: ", self.skipped)):
+            lines += [
+                f"  {title}{count} x {of} (as {example}): {what}"
+                for count, of, example, what in _counted(rows)
+            ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        columns = ("modules", "class", "first", "op, or why not")
+        rows = [*_counted(self.converted), *_counted(self.skipped)]
+        return _html.table(columns, rows, columns[:1], caption=self._title)
+
+    @property
+    def _title(self) -> str:
+        return (
             f"converted {len(self.converted)} modules, left {len(self.skipped)} that looked like"
             " candidates"
-        ]
-        for title, rows in (("", self.converted), ("not converted: ", self.skipped)):
-            for (of, what), count in Counter((of, what) for _, of, what in rows).items():
-                example = next(name for name, *rest in rows if rest == [of, what])
-                lines.append(
-                    f"  {title}{count} x {of} (as {example or 'the model itself'}): {what}"
-                )
-        return "\n".join(lines)
+        )
+
+
+def _counted(rows: Iterable[tuple[str, str, str]]) -> list[tuple[int, str, str, str]]:
+    """Return (count, class, first module, op or reason) of each class and op or reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, of, what in rows:
+        groups.setdefault((of, what), []).append(name)
+    return [
+        (len(names), of, names[0] or "the model itself", what)
+        for (of, what), names in groups.items()
+    ]
 
 
 def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversion:

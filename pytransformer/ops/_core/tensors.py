@@ -237,10 +237,10 @@ def check_unused(op: str, reason: str, **given: tuple[Any, Any]) -> None:
             raise ValueError(f"{op}: {name} must be left out {reason}, got {value!r}")
 
 
-def check_choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+def check_choice(op: str, name: str, value: Any, choices: Sequence[Any], hint: str = "") -> None:
     if value not in choices:
         raise ValueError(
-            f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+            f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}"
         )
 
 

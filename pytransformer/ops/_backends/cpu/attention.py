@@ -73,9 +73,9 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
             "attention_bwd", a, grad_out=grad_out, grad_lse=grad_lse, out=last_contiguous(out),
             lse=lse, dq=by_name["query"], dk=by_name["key"], dv=by_name["value"], **outputs,
         )  # fmt: skip
-        for name, total in sums.items():
-            if total is not None:
-                by_name[name].copy_(total)
+        for result, total in zip(results[len(OPERANDS) :], sums.values()):
+            if result is not None and total is not None:
+                result.copy_(total)
         return results
 
     def extra_bytes(a: AttentionProblem) -> int:
