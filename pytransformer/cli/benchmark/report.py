@@ -390,14 +390,15 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
 
 LEGEND = """\
 `ms`: median of one call, beside its 20 % and 80 % quantiles, all contenders interleaved; `*`: a
-single sample, which the summary does not compare. `x torch`, `x naive`: speed-up over PyTorch's op
-and over naive code in the same run. `TFLOP/s`: useful work only. `GB/s`: every input read once and
-every output written once. `peak MB`: memory above the inputs, in a fresh process. `saved MB`: tensors that forward saves for backward, beyond the inputs.
-Caches are warm (as calls in a loop leave them) unless the mode is "cold". `error`: norm of the
-error against float64 over the norm of the result, the max of output and gradients; `/naive`:
-relative to naive code's error. `limit`: the largest share of the time: the rate of a matrix
-product, the bandwidth of a copy, the call (its time at a tiny shape), the allocator (fresh pages
-for outputs) or the kernel; "rest" for peers is one of the last two."""
+single sample, which the summary does not compare. `x torch`, `x naive`: speed-up over PyTorch's
+op and over naive code in the same run. `TFLOP/s`: useful work only. `GB/s`: every input read
+once and every output written once. `peak MB`: memory above the inputs, in a fresh process.
+`saved MB`: tensors that forward saves for backward, beyond the inputs. Caches are warm (as calls
+in a loop leave them) unless the mode is "cold". `error`: norm of the error against float64 over
+the norm of the result, the max of output and gradients; `/naive`: relative to naive code's
+error. `limit`: the largest share of the time: the rate of a matrix product, the bandwidth of a
+copy, the call (its time at a tiny shape), the allocator (fresh pages for outputs) or the kernel;
+"rest" for peers is one of the last two."""
 
 
 def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
