@@ -76,10 +76,10 @@ def test_stale_libraries_are_not_loaded(tmp_path: Path) -> None:
         ignore=lambda _, names: [n for n in names if n in ("cuda", "emulator")],
     )
     assert native._why_not_current(csrc) is None
-    binding = csrc / "cpu" / "attention" / "attention.cpp"
-    binding.write_text(
-        binding.read_text().replace("Tensor? mask, Tensor? bias", "Tensor? bias, Tensor? mask")
-    )
+    arguments = csrc / "common" / "attention_arguments.h"
+    text = arguments.read_text()
+    assert "MaybeTensor, mask," in text
+    arguments.write_text(text.replace("MaybeTensor, mask,", "MaybeTensor, other,"))
     assert "rebuild it with make build" in str(native._why_not_current(csrc))
     assert native._why_not_current(tmp_path) is None  # installed: no sources to compare with
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests need beyond pytransformer.testing: fuzzers, mutants, faults, sweeps, guarded memory.
+"""Support of the tests beyond pytransformer.testing: fuzzers, mutants, faults, sweeps, guarded memory.
 
 PYTHONPATH=tests/support python -m support.fuzz attention --cases 500 --backend cpu
 """
