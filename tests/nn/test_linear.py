@@ -360,8 +360,9 @@ def test_table_names_known_sets_and_dtypes() -> None:
     for (vendor, capability, isa), limits in cpu.FASTER.items():
         assert vendor in {"AuthenticAMD", "GenuineIntel"}
         assert capability in {"DEFAULT", "AVX2", "AVX512"} and isa in sets
-        for dtype, (inference, training) in limits.items():
-            assert dtype in cpu.DTYPES and inference >= cpu.FEW_ROWS and training >= 0
+        for dtype, rows in limits.items():
+            assert dtype in cpu.DTYPES and rows.inference >= cpu.FEW_ROWS
+            assert rows.training >= 0 and rows.packed >= 0
 
 
 def test_bad_input_raises_pytorchs_error(calls: list[int]) -> None:
