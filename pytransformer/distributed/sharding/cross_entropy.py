@@ -54,8 +54,9 @@ def ways(a: Any) -> list[Way]:
 
 def _not_by_classes(a: Any) -> str | None:
     """Return why the classes cannot be split, and a hint, or None."""
-    names = [n for n in ("softcap", "class_weight") if getattr(a, n) not in (None, 0.0)]
-    return f"{' and '.join(names)} not supported; split the rows of x" if names else None
+    given = {"softcap": bool(a.softcap), "class_weight": a.class_weight is not None}
+    names = " and ".join(name for name, used in given.items() if used)
+    return f"{names} not supported; split the rows of x" if names else None
 
 
 def linear_cross_entropy(op: Op, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor]:

@@ -25,7 +25,7 @@ struct Case {
 };
 
 struct Solution {
-  Numbers loss, lse, dx, dweight, dbias, correct;
+  Numbers loss, split_lse, dx, dweight, dbias, correct;
 };
 
 // Return sum w_c q_c of a row, the factor of its softmax.
@@ -38,8 +38,8 @@ double total_weight(const Case& c, const Tensor& weights, int64_t target) {
 Solution solve(const Case& c, const Tensor& x, const Tensor& weight, const Tensor& bias,
                const Tensor& weights, const std::vector<int64_t>& target, const Tensor& upstream) {
   const int64_t d = c.depth;
-  Solution s{Numbers(c.rows),        Numbers(c.rows),    Numbers(c.rows * d),
-             Numbers(c.classes * d), Numbers(c.classes), Numbers(c.rows)};
+  Solution s{Numbers(c.rows),        Numbers(2 * c.rows), Numbers(c.rows * d),
+             Numbers(c.classes * d), Numbers(c.classes),  Numbers(c.rows)};
   Numbers z(c.classes);
   for (int64_t r = 0; r < c.rows; r++) {
     double most = -INFINITY, sum = 0;
@@ -51,7 +51,8 @@ Solution solve(const Case& c, const Tensor& x, const Tensor& weight, const Tenso
       if (z[k] > most) most = z[k], best = k;
     }
     for (double v : z) sum += std::exp(v - most);
-    s.lse[r] = most + std::log(sum);
+    const double lse = most + std::log(sum);
+    s.split_lse[r] = most, s.split_lse[c.rows + r] = std::log(sum);
     if (target[r] < 0) continue;
     s.correct[r] = best == target[r];
     const double total = total_weight(c, weights, target[r]);
@@ -59,8 +60,8 @@ Solution solve(const Case& c, const Tensor& x, const Tensor& weight, const Tenso
       const double share = (1 - c.smoothing) * (k == target[r]) + c.smoothing / c.classes,
                    q = share * (c.weights ? weights[k] : 1),
                    slope = c.softcap > 0 ? 1 - std::pow(z[k] / c.softcap, 2) : 1,
-                   dz = upstream[r] * (total * std::exp(z[k] - s.lse[r]) - q) * slope;
-      s.loss[r] += q * (s.lse[r] - z[k]);
+                   dz = upstream[r] * (total * std::exp(z[k] - lse) - q) * slope;
+      s.loss[r] += q * (lse - z[k]);
       s.dbias[k] += dz;
       for (int64_t u = 0; u < d; u++)
         s.dx[r * d + u] += dz * weight[k * d + u], s.dweight[k * d + u] += dz * x[r * d + u];
@@ -75,7 +76,7 @@ void run(const Case& c, Judge& judge) {
   Tensor x = normal(c.dtype, c.rows * c.depth), weight = normal(c.dtype, c.classes * c.depth),
          bias = normal(work, c.classes), upstream = normal(work, c.rows),
          weights = normal(work, c.classes);
-  Tensor loss(work, c.rows), lse(work, c.rows), product(work, c.rows * c.classes),
+  Tensor loss(work, c.rows), split_lse(work, 2 * c.rows), product(work, c.rows * c.classes),
       dx(c.dtype, c.rows * c.depth), dweight(c.dtype, c.classes * c.depth), dbias(work, c.classes);
   std::vector<int64_t> target(c.rows);
   for (int64_t r = 0; r < c.rows; r++) target[r] = r % 5 == 3 ? -100 : r * 37 % c.classes;
@@ -92,13 +93,14 @@ void run(const Case& c, Judge& judge) {
     if (target[r] >= 0) factors[r] = upstream[r] * total_weight(c, weights, target[r]);
   Tensor p_factor(work, factors), correct(work, c.rows);
   void* kept = c.keeps_product ? product.data() : nullptr;
-  pt::PT_ISA::cross_entropy_kernels.forward(p, {loss.data(), lse.data(), kept, correct.data()});
+  pt::PT_ISA::cross_entropy_kernels.forward(p,
+                                            {loss.data(), split_lse.data(), kept, correct.data()});
   pt::PT_ISA::cross_entropy_kernels.backward(
-      p, {lse.data(), upstream.data(), c.weights ? p_factor.data() : nullptr, kept, dx.data(),
+      p, {split_lse.data(), upstream.data(), c.weights ? p_factor.data() : nullptr, kept, dx.data(),
           dweight.data(), c.bias ? dbias.data() : nullptr});
   const Solution s = solve(c, x, weight, bias, weights, target, upstream);
   judge.output("correct", correct, s.correct);
-  judge.output("loss", loss, s.loss), judge.output("lse", lse, s.lse);
+  judge.output("loss", loss, s.loss), judge.output("split_lse", split_lse, s.split_lse);
   judge.gradient("dx", dx, s.dx, c.dtype), judge.gradient("dweight", dweight, s.dweight, c.dtype);
   if (c.bias) judge.gradient("dbias", dbias, s.dbias, c.dtype);
 }
