@@ -8,8 +8,6 @@
 // X(type, name, type in the schema). MaybeTensor is an optional tensor of the including file.
 #pragma once
 
-#include <utility>
-
 #define PT_ATTENTION_ARGUMENTS(X)           \
   X(MaybeTensor, mask, "Tensor?")           \
   X(MaybeTensor, bias, "Tensor?")           \
@@ -61,6 +59,6 @@
   X(int64_t, before, "int")
 
 #define PT_PARAMETER(type, name, schema) , type name
-#define PT_VALUE(type, name, schema) std::move(name),
+#define PT_VALUE(type, name, schema) name,
 #define PT_SCHEMA(type, name, schema) ", " schema " " #name
 #define PT_MEMBER(type, name, schema) type name;

@@ -326,7 +326,7 @@ def mutants(function: Any, source: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("llama", 12), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in FAMILIES)],
+    [*(pytest.param(n, 1, marks=pytest.mark.slow) for n in FAMILIES)],
 )
 def test_no_mutant_of_a_rules_code_converts_to_another_model(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, every: int
