@@ -97,19 +97,24 @@ def relative_clauses(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     starts = re.findall(r'^\s*r?"""(.+)', text, re.M)
     lines = [line.strip() for line in text.splitlines()]
+    sign = "#" if path.suffix == ".py" else "//"
     starts += [
-        line[2:]
+        line.removeprefix(sign).strip()
         for before, line in itertools.pairwise(lines)
-        if line.startswith("# ") and not before.startswith("#")
+        if line.startswith(f"{sign} ")
+        and (not before.startswith(sign) or "SPDX-License-Identifier" in before)
     ]
     return [f"{path.relative_to(ROOT)}: {start[:80]}" for start in starts if FIRST.match(start)]
 
 
 def test_docstrings_and_comments_start_with_the_subject() -> None:
-    assert [start for p in sources() if p.suffix == ".py" for start in relative_clauses(p)] == []
+    code = [p for p in sources() if p.suffix not in (".md", ".sh")]
+    assert [start for p in code for start in relative_clauses(p)] == []
 
 
 def test_relative_clauses_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (file := tmp_path / "x.py").write_text('"""What it does."""\nx = 1\n# Of the rest.\n# As is.\n')
     assert relative_clauses(file) == ['x.py: What it does."""', "x.py: Of the rest."]
+    (file := tmp_path / "x.h").write_text("// SPDX-License-Identifier: A\n// What is shared.\n")
+    assert relative_clauses(file) == ["x.h: What is shared."]

@@ -42,8 +42,8 @@ _lock = threading.RLock()  # a weak reference's callback may run inside
 def pack_weights(model: nn.Module) -> int:
     """Let linear layers of the model pack their weights at their first inference call.
 
-    Calls of more than 8 rows without gradient then skip the packing (docs/linear.md). The copies take
-    the weights' bytes, twice as many for 16-bit weights on CPUs without 16-bit products, up to
+    Calls of more than 8 rows without gradient then skip the packing (docs/linear.md). The copies
+    take the weights' bytes, twice as many for 16-bit weights on CPUs without 16-bit products, up to
     ``PYTRANSFORMER_PACKED_BYTES`` in the process (1 GiB by default). They follow every change that
     the version counter or a digest of one cache line per row shows. Call
     :func:`drop_packed_weights` after other changes, such as single elements through ``.data``.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention's kernel layer on a pool of std::thread, for the sanitizers: test_threads.py builds and
 // runs it. It needs no torch, so that all code in the process is instrumented. Results with four
-// threads must also be those with one, bit by bit.
+// threads must also equal those with one, bit by bit.
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -28,7 +28,7 @@ pt::Strides strides(int64_t heads, int64_t rows, int64_t d) {
   return {heads * rows * d, rows * d, d, 1};
 }
 
-// Every output of a forward and a backward with that many threads.
+// Return every output of a forward and a backward with this number of threads.
 std::vector<Buffers> run(const Case& c, int threads) {
   Random random;
   const auto drawn = [&](int64_t n) { return random.numbers(n, c.dtype); };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The products of feed_forward's kernel layer on a pool of std::thread, for the sanitizers:
-// test_threads.py builds and runs it. Threads share packed weights, pack rows of their own, and
-// take over each other's panels when they have done theirs.
+// test_threads.py builds and runs it. Threads share packed weights, pack separate rows, and
+// take panels of slower threads.
 #include <cstdint>
 #include <vector>
 
@@ -24,7 +24,7 @@ struct Case {
   uint32_t drop_threshold;
 };
 
-// Every output of a forward and a backward with that many threads.
+// Return every output of a forward and a backward with this number of threads.
 std::vector<Buffers> run(const Case& c, int threads) {
   Random random;
   const auto drawn = [&](int64_t n) { return random.numbers(n, c.dtype); };

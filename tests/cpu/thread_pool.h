@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs for the sanitizers share: a pool of std::thread in place of torch's, random
+// Shared code of the programs for the sanitizers: a pool of std::thread in place of torch's, random
 // buffers, and the comparison of results.
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace pt {
 
-// As torch's pool may, it gives fewer threads than were asked for, and runs what is left on the
-// caller.
+// Like torch's pool, start fewer threads than requested, and run the remaining workers on the
+// calling thread.
 void run_workers(int64_t workers, void (*fn)(void*), void* ctx) {
   constexpr int64_t kMost = 4;
   std::vector<std::thread> threads;
@@ -54,8 +54,8 @@ class Random {
   std::normal_distribution<float> normal_;
 };
 
-// The exit code of the program: whether run(case, threads) gives the same bits with four threads as
-// with one.
+// Return the program's exit code: 0 if run(case, threads) gives the same bits with one and four
+// threads.
 template <class Case, size_t N, class Run>
 int judge(const Case (&cases)[N], const Run& run) {
   int wrong = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // conformance SEED: runs the kernels of conformance.cuh and conformance_sm90.cuh on random inputs
-// and prints, a line each, a name and the words it left. Built for the emulator by
+// and prints a line for each: its name and the words it wrote. Built for the emulator by
 // csrc/emulator/build.py, and for a GPU by nvcc -x cu.
 #include "conformance_sm90.cuh"
 
@@ -178,7 +178,7 @@ void multiply_all(std::index_sequence<I...>) {
   (multiply<ptx::f16, I>(), ...);
 }
 
-// What kernels do with tiles between their copies and their products.
+// Run the steps of kernels between the copy of a tile and its product.
 void tiles() {
   constexpr size_t kColumns = conformance::kSteps * 64;
   Buffer a(random_pairs(64 * kColumns / 2, false)), b(random_pairs(64 * kColumns / 2, false));

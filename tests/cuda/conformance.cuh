@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small kernels, each of which shows what a few PTX instructions do. Run in the emulator and on a
-// GPU with equal inputs, their outputs must be equal: test_ptx_conformance.py. These are of sm_80
-// and later; conformance_sm90.cuh has the others. What the emulator's answers should be,
-// tests/emulator/test_layouts.py works out by hand.
+// Small kernels, each for a few PTX instructions. For equal inputs, the emulator and a GPU must
+// write equal outputs: test_ptx_conformance.py. These instructions exist from sm_80 on;
+// conformance_sm90.cuh has the others. tests/emulator/test_layouts.py derives the emulator's
+// results by hand.
 //
-// Kernel arguments: `in` random words, `out` the words to compare. What is compared bit for bit is
-// computed by functions of csrc/cuda/ptx, or with integers: of a product and a sum in C++ nvcc
-// makes one instruction that rounds once, and g++ two.
+// Kernel arguments: `in` has random words, `out` the words to compare. Values that are compared bit
+// for bit are computed by functions of csrc/cuda/ptx or with integers, because nvcc contracts a
+// product and a sum in C++ to one instruction that rounds once, and g++ rounds twice.
 #pragma once
 
 #include "cuda/ptx/arithmetic.cuh"
@@ -81,7 +81,7 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
                           ptx::ld_global_once_where(in + 4 * (t ^ 9), t % 3 > 0), t % 5 > 0);
 }
 
-// 64 threads: shuffles at every distance, and what a warp barrier and a named barrier order.
+// 64 threads: shuffles at every distance, and accesses ordered by a warp and a named barrier.
 __global__ void meetings(const uint32_t* in, uint32_t* out) {
   const uint32_t shared = ptx::dynamic_smem();
   const int t = thread();
@@ -142,7 +142,7 @@ __global__ void product(const uint32_t* a, const uint32_t* b, const float* c, fl
   for (int i = 0; i < 4; ++i) d[4 * lane + i] = rd[i];
 }
 
-// Counts in[0] up from many blocks.
+// Increments in[0] from many blocks.
 __global__ void count(uint32_t* out) {
   ptx::atomic_add_u32(out + thread() % 4, uint32_t(thread()));
 }

@@ -32,8 +32,8 @@ PT_DEVICE void wait(uint32_t bar, uint32_t parity) {
   while (!ptx::mbarrier_try_wait(bar, parity)) {}
 }
 
-// Loads one box of 64 x rows 16-bit elements, by a map of rank 2 to 4, and copies shared memory to
-// `out` as it is.
+// Loads one box of 64 x rows 16-bit elements by a map of rank 2 to 4, and copies the bytes of
+// shared memory to `out`.
 template <int Rank>
 __global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, int x, int y, int z,
                          int w, uint32_t* out) {
@@ -71,9 +71,9 @@ PT_DEVICE void store_sums(const float (&x)[N / 2], float* out) {
     out[(warp_row + cuda::fragment_row(lane, i)) * N + cuda::fragment_column(lane, i)] = x[i];
 }
 
-// Of shape number `Index`, out[64][n] = A[64][depth] B[depth][n]. A is given as [M][K], or, with
-// trans_a, as [K][M]; B as [N][K], or, with trans_b, as [K][N]. A in registers comes straight from
-// global memory.
+// Compute out[64][n] = A[64][depth] B[depth][n] for shape number `Index`. A is [M][K] in memory, or
+// [K][M] with trans_a; B is [N][K], or [K][N] with trans_b. A in registers is loaded from global
+// memory.
 template <class T, size_t Index>
 __global__ void __launch_bounds__(128, 1)
     multiply(const __grid_constant__ ptx::TensorMap map_a,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host side of the CUDA backend (device.cu, launch.cuh, tensor_map.cuh) against a runtime and a
-// driver that are made here, without a GPU: prints "ok" or "FAIL" and the name of each expectation.
+// driver implemented here, without a GPU: prints "ok" or "FAIL" and the name of each expectation.
 // Built by nvcc without its runtime: test_host_layer.py.
 #include <cstdio>
 #include <cstring>
@@ -11,7 +11,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/tensor_map.cuh"
 
-// ---- what the stubs know, and what they were asked
+// ---- state of the stubs, and recorded calls
 
 namespace {
 
@@ -47,7 +47,7 @@ CUresult encode(CUtensorMap*, CUtensorMapDataType type, cuuint32_t rank, void*,
   for (unsigned i = 0; i < rank; ++i) map_numbers.push_back(dim[i]);
   for (unsigned i = 0; i + 1 < rank; ++i) map_numbers.push_back(stride[i]);
   for (unsigned i = 0; i < rank; ++i) map_numbers.push_back(box[i]);
-  // As the driver documents its arguments.
+  // Check the arguments by the driver's documentation.
   bool good = rank >= 1 && rank <= 5 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
               fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && box[0] * 2 <= 128;
   for (unsigned i = 0; i < rank; ++i)
@@ -106,7 +106,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
   *found = *entry ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
-// What nvcc's code registers kernels with.
+// Functions with which nvcc's code registers kernels.
 void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}

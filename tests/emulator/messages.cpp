@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the emulator must notice, and say. Prints "ok" or "FAIL" and the name of each expectation.
+// Errors that the emulator must report. Prints "ok" or "FAIL" and the name of each expectation.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -182,7 +182,7 @@ void async_proxy() {
   const emu::GlobalMemory memory(out, sizeof out, "out");
   expect("wgmma without fence.proxy.async", {"wgmma", "without a later fence.proxy.async"}, 128,
          [] { conformance::accumulators<false, true>(true, out); });
-  // Which of two messages depends on the schedule: never written, or not ordered after the store.
+  // The schedule selects one of two messages: never written, or not ordered after the store.
   expect("wgmma without the barrier after the fence", {"wgmma"}, 128,
          [] { conformance::accumulators<true, false>(true, out); });
   const auto product = [](bool fence, bool wait, uint32_t shift, SmemLayout layout) {

@@ -23,7 +23,7 @@ struct Case {
   std::function<void(AttentionProblem&)> change;
 };
 
-// The tensors of a case: by name, so that the loops read as the formulas do.
+// The tensors of a case by name; the loops then read like the formulas.
 struct Inputs {
   Tensor q, k, v, d_out, bias, slopes, table, sinks;
   std::vector<uint8_t> mask = {};
@@ -82,7 +82,7 @@ int64_t bucket(const AttentionProblem& p, int64_t distance) {
   return u + (distance > 0 ? n : 0);
 }
 
-// One query of one head: its outputs, and what it adds to the gradients.
+// Compute the outputs of one query of one head, and its parts of the gradients.
 void solve_row(const Case& c, const AttentionProblem& p, const Inputs& in, int64_t b, int64_t h,
                int64_t i, Solution* s) {
   const int64_t kv = b * c.Hkv + h / (c.Hq / c.Hkv), row = (b * c.Hq + h) * c.Lq + i,
@@ -136,7 +136,7 @@ pt::Strides strides(int64_t heads, int64_t rows, int64_t d) {
   return {heads * rows * d, rows * d, d, 1};
 }
 
-// Every term; a case takes away what it does not want.
+// All terms; a case removes some.
 AttentionProblem problem(const Case& c, Inputs& in, Tensor& out, Tensor& lse) {
   AttentionProblem p{};
   p.dtype = c.dtype, p.B = c.B, p.Hq = c.Hq, p.Hkv = c.Hkv, p.Lq = c.Lq, p.Lk = c.Lk, p.D = c.D,

@@ -27,7 +27,7 @@ struct Solution {
   Numbers h, out, mean, rstd, dx, dresidual, dweight, dbias;
 };
 
-// h as the kernel stored it; everything else from it.
+// Take h as the kernel stored it, and compute the rest from it.
 Solution solve(const Case& c, const Numbers& h, const Tensor& weight, const Tensor& bias,
                const Tensor& d_out, const Tensor& d_h,
                const std::function<double(int64_t, int64_t)>& keep, double eps) {

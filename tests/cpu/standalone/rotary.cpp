@@ -24,7 +24,7 @@ struct Case {
 
 constexpr double kEps = 1e-6, kOffset = 1;
 
-// The other column of a pair, and the sign its number has in the turning of column j.
+// Return the other column of a pair, and the sign of its term in the rotated column j.
 struct Partner {
   int64_t column;
   double sign;
@@ -100,7 +100,7 @@ void run(const Case& c, Judge& judge) {
   if (c.norm)
     judge.output("rstd", rstd, s.rstd), judge.gradient("dweight", dweight, s.dweight, c.dtype);
 
-  // The last position first, and one that is kept nowhere.
+  // Append the last position first, and one that no slot receives.
   std::vector<int64_t> positions(c.batch * c.length);
   Numbers want_keys(n), want_values(n);
   for (int64_t i = 0; i < c.batch * c.length; i++) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs of this folder share: tensors that double loops read beside the kernels, the
-// random numbers of dropout written as the specification has them, and the judge. Nothing here is
-// taken from the kernels.
+// Shared code of the programs in this folder: tensors that kernels and double loops read, the
+// random numbers of dropout according to the specification, and the comparison. No code comes from
+// the kernels.
 #pragma once
 
 #include <cmath>
@@ -41,7 +41,7 @@ inline double rounded(double x, pt::DType t) {
   return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent);
 }
 
-// The same numbers as the kernels have them and as doubles.
+// The same numbers in the kernels' dtype and as doubles.
 class Tensor {
  public:
   Tensor(pt::DType dtype, int64_t n) : values(n), dtype_(dtype), words_(n) {}
@@ -52,7 +52,7 @@ class Tensor {
   int64_t size() const { return int64_t(values.size()); }
   pt::DType dtype() const { return dtype_; }
   double operator[](int64_t i) const { return values[i]; }
-  // What a kernel wrote.
+  // Read back the values that a kernel wrote.
   const Numbers& read() {
     for (size_t i = 0; i < values.size(); i++) values[i] = number(i);
     return values;
@@ -112,8 +112,8 @@ class Normal {
   std::normal_distribution<double> normal_;
 };
 
-// What a number of column (or key) j is multiplied by: Philox-4x32-7 with the column's group as
-// counter word 0.
+// Return dropout's factor of column (or key) j: Philox-4x32-7 with the column's group as counter
+// word 0.
 inline double dropout_scale(uint64_t seed, uint32_t threshold, int64_t j, uint32_t word1,
                             uint32_t word2, uint32_t word3) {
   if (threshold == 0) return 1;
@@ -131,16 +131,16 @@ inline double dropout_scale(uint64_t seed, uint32_t threshold, int64_t j, uint32
   return bits < threshold ? 0 : 65536.0 / (65536.0 - threshold);
 }
 
-// Compares tensors and prints one line a case. In the norm, an output may be off by one rounding of
-// a 16-bit dtype, a gradient by two, and what is summed in float or double by 16 of its own; any
-// element by eight times that.
+// Compares tensors and prints one line per case. In the norm, an output may differ by one rounding
+// of a 16-bit dtype, a gradient by two, and a float or double sum by 16 of its own; any element by
+// eight times that.
 class Judge {
  public:
   void start(const char* name) { name_ = name, share_ = 0, wrong_.clear(), compared_ = 0; }
   void output(const char* what, Tensor& got, const Numbers& want) {
     compare(what, got, want, got.dtype(), 1);
   }
-  // Of a problem of this dtype: what is kept in float is a sum of what was rounded to it.
+  // Compare a gradient of a problem of this dtype. Gradients in float are sums of rounded values.
   void gradient(const char* what, Tensor& got, const Numbers& want, pt::DType dtype) {
     compare(what, got, want, dtype, 2);
   }

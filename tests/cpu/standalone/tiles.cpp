@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The micro-kernel of bfloat16 on tiles, without torch: see test_standalone.py. On a processor
-// without AMX it is built with the tiles of tiles_in_software.h, whose own arithmetic is judged
-// first, against scalars and bit by bit.
+// without AMX it is built with the tiles of tiles_in_software.h, whose arithmetic is compared with
+// scalars first, bit by bit.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -38,12 +38,12 @@ uint32_t as_bits(float x) {
   std::memcpy(&bits, &x, 4);
   return bits;
 }
-// Subnormals are zero, of either sign.
+// Subnormals count as zero of the same sign.
 float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.f, x) : x; }
 bool same(float a, float b) { return as_bits(a) == as_bits(b) || (std::isnan(a) && std::isnan(b)); }
 uint32_t pair(float lower, float upper) { return as_bits(lower) >> 16 | as_bits(upper); }
 
-// C as the manual has it; a [rows][units], b [units][columns], pairs.
+// Compute C according to the manual; a [rows][units], b [units][columns], pairs.
 void dot(int rows, int columns, int units, const Words& a, const Words& b, std::vector<float>& c) {
   const auto lower = [](uint32_t x) { return flushed(as_float(x << 16)); };
   const auto upper = [](uint32_t x) { return flushed(as_float(x & 0xffff0000)); };
@@ -104,7 +104,7 @@ bool instructions() {
   return wrong == 0;
 }
 
-// What is a fault on the processor ends the process.
+// Return true if f ends its process; on a processor with AMX it would fault.
 template <class F>
 bool ends(const F& f) {
   const pid_t child = fork();
@@ -145,8 +145,8 @@ bool faults() {
 }
 #endif
 
-// The micro-kernel of `rows` x `columns`, against sums in double. What it must not read is NaN,
-// what it must not write keeps its mark.
+// Compare the micro-kernel of `rows` x `columns` with sums in double. Inputs outside its range are
+// NaN, and outputs outside it must keep their mark.
 int micro_kernel(Random& random, int rows, int columns, int units, Mode mode, bool along_rows) {
   constexpr float kMark = 12345;
   const int64_t a_row = along_rows ? units + random.below(3) : 1, a_k = along_rows ? 1 : rows + 3,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support of the tests beyond pytransformer.testing: fuzzers, mutants, faults, sweeps, guarded memory.
+"""Fuzzers, mutants, faults, sweeps and guarded memory, for tests only.
 
 PYTHONPATH=tests/support python -m support.fuzz attention --cases 500 --backend cpu
 """
