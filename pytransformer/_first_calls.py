@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks MKL for each of its vector functions once, on one thread, before two threads can ask for it
-for the first time at once.
+"""Calls each vector function of MKL once on one thread, before several threads can call it first.
 
-PyTorch's exp, tanh and the like of contiguous float tensors call MKL's vector functions from
-several threads, and MKL 2024.2 chooses
-a function's kernel at its first call. Where that is two threads' at once, one of them may get a
-kernel of half the digits for its share
-of that one call, though the most accurate was asked for: exp off by 1.5e-4 of its value, in 2 to 4
-of 100 processes on a busy machine
-(https://github.com/pytorch/pytorch/issues/188792). The reference, by which everything here is
-judged, calls them.
+PyTorch computes exp, tanh and similar functions of contiguous float tensors with MKL's vector
+functions on several threads. MKL 2024.2 selects a function's kernel at its first call. If two
+threads make that call at once, one may get a kernel of half the digits for its share, although the
+most accurate was requested: exp differs by 1.5e-4 of its value in 2 to 4 of 100 processes on a busy
+machine (https://github.com/pytorch/pytorch/issues/188792). The reference, to which every backend is
+compared, calls these functions.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Every function of one argument whose elements PyTorch leaves to MKL; a test compares them with
-# those in its library.
+# Every function of one argument that PyTorch computes with MKL; a test compares them with those in
+# its library.
 FUNCTIONS = (
     torch.acos,
     torch.asin,

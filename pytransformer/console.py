@@ -3,8 +3,7 @@
 elsewhere.
 
 Names come from outside (a CPU's name, an exception's text), so every cell passes through `clean`,
-and each
-writer escapes what its own format gives a meaning to.
+and each writer escapes the signs that its format interprets.
 """
 
 from __future__ import annotations

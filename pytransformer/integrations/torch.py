@@ -20,8 +20,7 @@ def register(name: str = NAME) -> None:
 
     ``activate_flash_attention_impl(name)`` then does what :func:`pytransformer.activate` does, and
     gives ``torch.nn.attention.varlen.varlen_attn`` a CPU kernel with gradients, which PyTorch
-    lacks.
-    ``restore_flash_attention_impl()`` removes both and leaves other activations as they are.
+    lacks. ``restore_flash_attention_impl()`` removes both and leaves other activations as they are.
 
     Raises:
         ImportError: this version of torch has no such registry.

@@ -208,7 +208,7 @@ DIFFERENT: dict[str, tuple[str, str, list[Edit]]] = {
 
 
 def rows_of(model: nn.Module, cls: str) -> tuple[set[str], set[str]]:
-    """Return what convert() says of the modules of a class: converted, skipped."""
+    """Return convert()'s report on the modules of a class: converted, skipped."""
     conversion = pt.integrations.convert(model)
     return (
         {what for _, of, what in conversion.converted if of == cls},

@@ -114,7 +114,7 @@ def results(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 @pytest.fixture
 def exact_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Longformer's eager code, which asks for a float32 softmax, use float64."""
+    """Make Longformer's eager code compute its softmax in float64 instead of float32."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
 

@@ -6,7 +6,7 @@
 //   pair bits     one bit per pair of a dense boolean mask or of dropout, for the sm_90a kernels
 //   block lists   the blocks with a visible pair, of a block mask or of a dense mask (TileList)
 //
-// Kernels iterate over the tiles that bounds and lists give (Tiles, TileList) and ask for the
+// Kernels iterate over the tiles that bounds and lists select (Tiles, TileList) and compute the
 // visible mask of a partial tile (visible_in_tile; sm90/mask_loader.cuh for sm_90a).
 // attention_mask_kernel packs dense masks once per call. Dense masks, biases and segments of the
 // portable kernels are applied element by element: see score_mod.cuh.

@@ -131,7 +131,7 @@ struct DLogits {
   PT_DEVICE float with_options(const Row& row, float p_factor, float u, bool is_target) const {
     float z = u, t = 0.0f;
     if (options.softcap.cap != 0.0f) {
-      t = logit_tanh(u * options.softcap.inverse);
+      t = tanh_of(u * options.softcap.inverse);
       z = options.softcap.cap * t;
     }
     const float p = ptx::exp2((z - row.row_max - row.log_sum) * kLog2e);
