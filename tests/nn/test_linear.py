@@ -104,11 +104,16 @@ def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return a @ w.T + (0 if bias is None else bias.double().numpy())
 
 
-def check(result: torch.Tensor, exact: np.ndarray, scale: np.ndarray, c: float) -> None:
+def beyond(result: torch.Tensor, exact: np.ndarray, scale: np.ndarray, c: float) -> float:
+    """Return the share of elements whose error exceeds c."""
     assert result.shape == exact.shape
     error, finfo = np.abs(result.double().numpy() - exact), torch.finfo(result.dtype)
     floor = finfo.smallest_normal * finfo.eps  # distance of float16's subnormals
-    assert (error <= c * finfo.eps * scale + floor).all()
+    return float((error > c * finfo.eps * scale + floor).mean())
+
+
+def check(result: torch.Tensor, exact: np.ndarray, scale: np.ndarray, c: float) -> None:
+    assert beyond(result, exact, scale, c) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -131,9 +136,12 @@ def test_every_element_is_within_the_bound(
                     for change in (torch.clone, torch.abs)
                 )
                 assert out.dtype == dtype
-                # The max of so many elements exceeds the limit of zero-mean data in PyTorch too.
                 data = "any" if offset or rows not in FEW else "zero_mean"
                 check(out, exact, scale, LIMITS[dtype][data][0])
+                # One element in 10,000 may exceed the limit of zero-mean data, as with
+                # PyTorch (2.06 of 2.0 with 260 x 100 x 65).
+                if not offset:
+                    assert beyond(out, exact, scale, LIMITS[dtype]["zero_mean"][0]) <= 1e-4
     assert calls == [rows] * (4 * len(sizes))
 
 
@@ -172,7 +180,7 @@ def test_gradients_are_within_the_bound(rows: int, dtype: torch.dtype, layout: s
             d_out = place((torch.randn(rows, n) + offset).to(dtype), "step")
             results = gradients(x, weight, bias, d_out)
             assert results[1].stride() == weight.stride()
-            c = LIMITS[dtype]["any"][1]
+            c = LIMITS[dtype]["any" if offset else "zero_mean"][1]
             exact, scale = (
                 (g @ w, g.T @ a, g.sum(0))
                 for g, w, a in (
