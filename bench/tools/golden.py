@@ -25,7 +25,7 @@ from pytransformer.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "accuracy.md"
-RESULTS = ROOT / "bench" / "results" / "amd-epyc-zen5-2-cores" / "accuracy.csv"
+RESULTS = ROOT / "bench" / "results" / "amd-epyc-zen3-2-cores" / "accuracy.csv"
 START, END = "<!-- golden: start, written by bench/tools/golden.py -->", "<!-- golden: end -->"
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPE = {"Lq": 256, "Lk": 256, "D": 64, "rows": 256, "d": 256, "hidden": 1024, "classes": 1000}

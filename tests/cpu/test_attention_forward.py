@@ -22,6 +22,7 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._core import native
 from pytransformer.testing import bounds, oracle
+from support.raw_calls import arguments
 
 WHY_NOT = native.why_not("attention_fwd")
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -86,10 +87,7 @@ def raw(
         "num_queries": longest[0], "num_keys": longest[1], "scale": query.shape[-1] ** -0.5,
         "dropout_p": p,
     }  # fmt: skip
-    names = [argument.name for argument in raw._schema.arguments]
-    assert given.keys() <= set(names)
-    tensors = {a.name for a in raw._schema.arguments if "Tensor" in str(a.type)}
-    raw(*(given.get(name, None if name in tensors else 0) for name in names))
+    raw(*arguments(raw, **given))
     return out, lse
 
 

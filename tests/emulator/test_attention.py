@@ -9,6 +9,7 @@ import torch
 from run_problems import Share
 
 import pytransformer as pt
+from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import fast_path
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
@@ -22,6 +23,7 @@ from support.attention_check import (
 )
 from support.draw_attention import draw
 from support.fuzz import fuzz
+from support.raw_calls import arguments
 
 FUZZ_CASES, FUZZ_SEED = 30, 23
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -248,13 +250,12 @@ def test_unsupported_arguments_give_a_reason() -> None:
 
 def test_binding_checks_preconditions() -> None:
     """A caller without the public function gets the kernels' preconditions as errors."""
-    from pytransformer.ops._backends.cuda import library as cuda_library
-
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
     assert cuda_library.why_not("attention_fwd", query.device) is None
-    shared = [*[None] * 21, False, 0, 0, -1, -1, 0, 0, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
-    call = lambda q, o: cuda_library.call(
-        "attention_fwd", q.device, q, query, query, o, lse, *shared
+    raw = cuda_library.raw("attention_fwd")
+    numbers = {"left": -1, "right": -1, "num_queries": 5, "num_keys": 5, "scale": 1.0}
+    call = lambda q, o: raw(
+        *arguments(raw, query=q, key=query, value=query, out=o, lse=lse, **numbers)
     )
     call(query, out)
     with pytest.raises(RuntimeError, match="out has the wrong shape"):

@@ -18,10 +18,12 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import fast_path
+from pytransformer.ops._problem.attention import BLOCKS
 from pytransformer.testing import bounds, oracle
 from support import fuzz_attention
 from support.draw_attention import draw
 from support.fuzz import fuzz
+from support.raw_calls import arguments
 
 FUZZ_CASES, FUZZ_SEED = 24, 29
 BF16 = torch.bfloat16
@@ -228,53 +230,27 @@ def test_binding_checks_shapes() -> None:
     mask = pt.BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool).tril(), block_size=128)
     dense = torch.ones(1, 1, 200, 200, dtype=torch.bool)
 
-    def call(key_start: int = 0, dense: Tensor | None = None, **changed: Tensor) -> None:
-        blocks = mask.blocks._replace(**changed)
-        shared = [
-            dense,
-            *[None] * 11,
-            *blocks,
-            *[None] * 4,
-            False,
-            0,
-            0,
-            -1,
-            -1,
-            0,
-            0,
-            0,
-            0,
-            key_start,
-            200,
-            200,
-            1.0,
-            0.0,
-            0.0,
-        ]
-        cuda_library.call(
-            "attention_fwd",
-            query.device,
-            query,
-            query,
-            query,
-            torch.empty_like(query),
-            lse,
-            *shared,
-        )
+    raw = cuda_library.raw("attention_fwd")
+    given: dict[str, Any] = {
+        "query": query, "key": query, "value": query, "out": torch.empty_like(query), "lse": lse,
+        "left": -1, "right": -1, "num_queries": 200, "num_keys": 200, "scale": 1.0,
+        **dict(zip(BLOCKS, mask.blocks, strict=True)),
+    }  # fmt: skip
+    call = lambda **changed: raw(*arguments(raw, **given | changed))
 
     call()
     for message, wrong in {
-        r"\(B or 1, Hq or 1, 3\)": {"offsets": mask.blocks.offsets[..., 1:].contiguous()},
-        r"offsets of a block mask": {"key_offsets": mask.blocks.key_offsets.repeat(1, 3, 1)},
-        r"must be contiguous int32": {"entries": mask.blocks.entries.long()},
-        r"entries of a block mask": {"key_entries": mask.blocks.key_entries.flatten()},
+        r"\(B or 1, Hq or 1, 3\)": {"block_offsets": mask.blocks.offsets[..., 1:].contiguous()},
+        r"offsets of a block mask": {"key_block_offsets": mask.blocks.key_offsets.repeat(1, 3, 1)},
+        r"must be contiguous int32": {"block_entries": mask.blocks.entries.long()},
+        r"entries of a block mask": {"key_block_entries": mask.blocks.key_entries.flatten()},
         r"blocks of 64 x 128 pairs; wanted 128 x 64 or more": {
-            "bits": mask.blocks.bits[:, :64].contiguous()
+            "block_bits": mask.blocks.bits[:, :64].contiguous()
         },
         r"blocks of 96 x 128 pairs; wanted powers of two": {
-            "bits": mask.blocks.bits[:, :96].contiguous()
+            "block_bits": mask.blocks.bits[:, :96].contiguous()
         },
-        r"goes with no other mask": {"dense": dense},
+        r"goes with no other mask": {"mask": dense},
         r"a key_start that is a multiple of 32": {"key_start": 40},
     }.items():
         with pytest.raises(RuntimeError, match=message):

@@ -21,6 +21,7 @@ from pytransformer.testing import bounds
 from support.attention_check import check_packed
 from support.draw_attention import draw
 from support.fuzz import fuzz
+from support.raw_calls import arguments
 
 FUZZ_CASES, FUZZ_SEED = 24, 37
 BF16 = torch.bfloat16
@@ -181,9 +182,13 @@ def test_programs_differ_by_number_of_global_keys() -> None:
 def test_binding_checks_global_keys() -> None:
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
 
+    raw = cuda_library.raw("attention_fwd")
+
     def call(left: int, global_keys: int) -> None:
-        shared = [*[None] * 21, False, 0, 0, left, -1, global_keys, 0, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
-        cuda_library.call("attention_fwd", query.device, query, query, query, out, lse, *shared)
+        raw(*arguments(
+            raw, query=query, key=query, value=query, out=out, lse=lse, left=left, right=-1,
+            global_keys=global_keys, num_queries=5, num_keys=5, scale=1.0,
+        ))  # fmt: skip
 
     call(2, 10**12)
     for wrong in ((2, -1), (-1, 3)):

@@ -142,7 +142,9 @@ def test_linear_layers_of_gpt2_run_within_the_tables_rows(
     seen: list[tuple[int, ...]] = []
     run, limits = cpu.forward, cpu.MaxRows(cpu.FEW_ROWS, 0)
     monkeypatch.setattr(cpu, "faster", lambda: {dtype: limits})
-    monkeypatch.setattr(cpu, "forward", lambda x, w, b: (seen.append(w.stride()), run(x, w, b))[1])
+    monkeypatch.setattr(
+        cpu, "forward", lambda x, w, *rest: (seen.append(w.stride()), run(x, w, *rest))[1]
+    )
     # The fast path would hide its calls.
     monkeypatch.setattr(fast_path, "linear", lambda *given: NotImplemented)
     eager = FAMILIES["gpt2"].build("eager").to(dtype).eval()

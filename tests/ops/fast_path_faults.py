@@ -173,10 +173,10 @@ FAULTS = (
     (
         "watch.cpp",
         (
-            "return (included == usual || included == inference) &&"
+            "return (included == usual || included == inference) &&\n        "
             " !at::impl::PythonTorchFunctionTLS::stack_len() &&\n        "
-            " !torch::profiler::impl::profilerEnabled() && std::all_of(watchers.begin(),"
-            " watchers.end(), holds_nothing);"
+            " !torch::profiler::impl::profilerEnabled() &&\n        "
+            " std::all_of(watchers.begin(), watchers.end(), holds_nothing);"
         ),
         (
             "return (PT_FAULT(modes_ignored) || included == usual || included == inference) &&\n   "

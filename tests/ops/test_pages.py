@@ -18,6 +18,7 @@ from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds, exact_attention, oracle
 from pytransformer.testing.cases import APART, FORWARD_ONLY, Case, cases
 from support.pages import Pools, in_pages, widened
+from support.raw_calls import arguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -303,23 +304,14 @@ def test_kernel_checks_table_entries() -> None:
     attend("cpu", query, pools, lengths)
     out, lse = torch.empty(2, 4, 1, 24), torch.empty(2, 4, 1)
     pools.table[1, 1] = 9
-    rest = (False, 0, -1, -1, 0, 0, 0, 0, 0, 1, 64, 0.25, 0.0, 0.0)
-    given = [
-        query,
-        *pools.tensors,
-        out,
-        lse,
-        *[None] * 7,
-        lengths,
-        *[None] * 8,
-        pools.table,
-        None,
-        None,
-        None,
-        *rest,
-    ]
+    raw = torch.ops.pytransformer_C.attention_fwd.default
+    given = arguments(
+        raw, query=query, key=pools.tensors[0], value=pools.tensors[1], out=out, lse=lse,
+        key_lengths=lengths, page_table=pools.table, left=-1, right=-1, num_queries=1,
+        num_keys=64, scale=0.25,
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match=r"page_table\[1, 1\] is 9; expected a page from 0 to 8"):
-        torch.ops.pytransformer_C.attention_fwd(*given)
+        raw(*given)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -306,9 +306,9 @@ def test_bad_lists_read_nothing_outside(
 
 # (file, line, replacement), and the entry of KEYWORDS that detects it.
 MUTANTS = {
-    "last_tile_skipped": ("blocks.py", ", count * PER - tl", ", count * PER - 1 - tl", "alone, 32"),
-    "first_tile_skipped": ("blocks.py", "return entry, tl.maximum(first",
-        "return entry, 1 + tl.maximum(first", "alone, 32"),
+    "last_tile_skipped": ("blocks.py", "count * PER - tl", "count * PER - 1 - tl", "alone, 32"),
+    "first_tile_skipped": ("blocks.py", "tl.maximum(first - from", "1 + tl.maximum(first - from",
+        "alone, 32"),
     "lists_not_transposed": ("bwd.py", "_replace(blocks=by_keys)", "_replace(blocks=by_queries)",
         "alone, 32"),
     "partial_block_lost": ("blocks.py", "(word, p_words), other=-1)  # [BM",

@@ -31,6 +31,14 @@ class RawCall(NamedTuple):
         return self._replace(args=(*self.args[:position], value, *self.args[position + 1 :]))
 
 
+def arguments(raw: torch._ops.OpOverload, **given: Any) -> list[Any]:
+    """Return a raw op's arguments in its order; those not given are None, or 0 for numbers."""
+    arguments = raw._schema.arguments
+    assert given.keys() <= {argument.name for argument in arguments}
+    empty = lambda argument: None if "Tensor" in str(argument.type) else 0
+    return [given.get(argument.name, empty(argument)) for argument in arguments]
+
+
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
