@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, get_args
 
 import torch
 
@@ -94,6 +94,31 @@ def refuse_gradients(op: Any, arguments: Any) -> None:
         "attention: keys and values in eight bits have no gradients; call it under torch.no_grad(),"
         " or give them as key.float() * key_scale[..., None], without the scales"
     )
+
+
+# How arguments of PyTorch, FlexAttention and flash-attn are expressed here.
+ELSEWHERE = {
+    "is_causal": 'use causal="top_left"',
+    "mask": "use attn_mask",
+    "key_padding_mask": "use key_lengths, or attn_mask of shape (B, 1, 1, Lk), True to attend",
+    "dropout": "use dropout_p",
+    "enable_gqa": "leave it out: shapes decide, Hq is a multiple of Hkv",
+    "score_mod": "add a tensor by bias=, or use softcap=, AlibiBias or RelativePositionBias",
+    "mask_mod": "use attn_mask=BlockMask.from_function(...)",
+    "block_mask": "use attn_mask",
+    "window_size": "use window=(left, right), None for an unbounded side",
+    "softmax_scale": "use scale",
+    "alibi_slopes": "use bias=AlibiBias(slopes)",
+    "block_table": "use page_table",
+    "cu_seqlens_q": "use attention_varlen",
+}
+
+
+def refuse_unknown(op: str, unknown: Iterable[str]) -> NoReturn:
+    """Raise TypeError for keywords that the op does not have, with the name that it uses."""
+    name = min(unknown, key=lambda name: name not in ELSEWHERE)
+    hint = ELSEWHERE.get(name, f"help(pytransformer.{op}) lists the arguments")
+    raise TypeError(f"{op}: unexpected argument {name!r}; {hint}")
 
 
 def check_shapes(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import Never, Unpack
 
 from ..reference.attention import attention_forward
 from ._attention_arguments import (
@@ -27,6 +27,7 @@ from ._attention_arguments import (
     integers,
     positions,
     refuse_gradients,
+    refuse_unknown,
 )
 from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
@@ -162,6 +163,7 @@ def attention(
     deterministic: bool = True,
     backend: str | None = None,
     strict: bool = False,
+    **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute ``softmax(scale * query @ keyᵀ + bias + mask) @ value`` in linear memory.
 
@@ -221,7 +223,7 @@ def attention(
         BackendError: a forced backend does not support the call, or ``strict`` and only the
             reference supports it.
     """
-    if not torch.compiler.is_compiling():
+    if not (unknown or torch.compiler.is_compiling()):
         found = fast_path.attention(
             query, key, value, attn_mask, causal, window, global_keys, query_lengths, key_lengths,
             prefix_lengths, query_segments,
@@ -239,7 +241,7 @@ def attention(
         page_table=page_table, key_scale=key_scale, value_scale=value_scale, bias=bias, sinks=sinks,
         softcap=softcap, scale=scale,
         dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
-        backend=backend, strict=strict,
+        backend=backend, strict=strict, **unknown,
     )  # fmt: skip
     out, lse = attention_op(a, backend, strict)
     return (out, lse) if return_lse else out
@@ -275,7 +277,10 @@ def _prepare(
     deterministic: bool = True,
     backend: str | None = None,
     strict: bool = False,
+    **unknown: Any,
 ) -> tuple[Any, str | None, bool]:
+    if unknown:
+        refuse_unknown("attention", unknown)
     if not (alike(query, key, value) and query.dim() == key.dim() == value.dim() == 4):
         check_rows(query, key, value)
     query, key, value = autocast(query.device, query, key, value)

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import Never, Unpack
 
 from ..reference.attention import attention_varlen_forward
-from ._attention_arguments import biases, check_sinks, positions
+from ._attention_arguments import biases, check_sinks, positions, refuse_unknown
 from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
 from ._backends.torch import attention as torch_attention
@@ -136,6 +136,7 @@ def attention_varlen(
     deterministic: bool = True,
     backend: str | None = None,
     strict: bool = False,
+    **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of packed sequences, bitwise equal to the padded call.
 
@@ -154,7 +155,7 @@ def attention_varlen(
     Returns:
         (total_q, Hq, Dv), with return_lse also lse (Hq, total_q).
     """
-    if not torch.compiler.is_compiling():
+    if not (unknown or torch.compiler.is_compiling()):
         found = fast_path.attention_varlen(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
             window, global_keys, bias, sinks, softcap,
@@ -167,7 +168,7 @@ def attention_varlen(
         window=window,
         global_keys=global_keys, bias=bias, sinks=sinks, softcap=softcap, scale=scale,
         dropout_p=dropout_p, dropout_seed=dropout_seed,
-        deterministic=deterministic, backend=backend, strict=strict,
+        deterministic=deterministic, backend=backend, strict=strict, **unknown,
     )  # fmt: skip
     out, lse = attention_varlen_op(a, backend, strict)
     return (out, lse) if return_lse else out
@@ -195,8 +196,11 @@ def _prepare(
     deterministic: bool = True,
     backend: str | None = None,
     strict: bool = False,
+    **unknown: Any,
 ) -> tuple[Any, str | None, bool]:
     op = "attention_varlen"
+    if unknown:
+        refuse_unknown(op, unknown)
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(op, name, t, floating=True, ndim=3)
         check_same(op, "query", query, name, t)

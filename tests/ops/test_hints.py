@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import pytest
 import torch
 
 import pytransformer as pt
+from pytransformer.ops._attention_arguments import ELSEWHERE
 
 Q = torch.randn(2, 4, 8, 16)
 
@@ -52,6 +56,24 @@ Q = torch.randn(2, 4, 8, 16)
 def test_frequent_mistakes_name_the_way_out(call, kind, hint) -> None:
     with pytest.raises(kind, match=hint):
         call()
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, "no_such"])
+def test_keywords_of_other_libraries_name_ours(name: str) -> None:
+    """The call and ``explain`` refuse them; a hint names an argument or a class that exists."""
+    for call in (pt.attention, lambda *a, **k: pt.explain("attention", *a, **k)):
+        with pytest.raises(TypeError, match=f"attention: unexpected argument '{name}'; ") as error:
+            call(Q, Q, Q, **{name: True})
+    hint = str(error.value).partition("; ")[2]
+    ours = [*inspect.signature(pt.attention).parameters, *dir(pt), "Hq"]
+    assert any(re.search(rf"\b{word}\b", hint) for word in ours), hint
+
+
+def test_unknown_keywords_of_packed_calls_are_refused() -> None:
+    packed, ends = Q[0].transpose(0, 1), torch.tensor([0, 8])
+    call = (packed, packed, packed, ends, ends, 8, 8)
+    with pytest.raises(TypeError, match="attention_varlen: unexpected argument 'softmax_scale'; "):
+        pt.attention_varlen(*call, softmax_scale=1.0)
 
 
 def test_switch_refuses_a_model_that_is_not_of_transformers() -> None:
