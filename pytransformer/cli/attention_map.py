@@ -110,13 +110,13 @@ def _draw(arguments: argparse.Namespace) -> Any:
     )
     about = " / ".join(filter(None, (arguments.text, arguments.second)))
     if arguments.kind == "patterns":
-        if seen.which not in texts and seen.which != "cross":
-            raise UsageError("--kind patterns is of a text's words")
         if seen.which == "cross":
             raise UsageError(
                 "--kind patterns is of a stack's own attention: name it with --which encoder or"
                 " decoder"
             )
+        if seen.which not in texts:
+            raise UsageError("--kind patterns is of a text's words")
         return viz.plot_patterns(
             seen.weights(), texts[seen.which], title=f"{seen.which} attention: {about}"
         )
@@ -134,20 +134,14 @@ def _draw(arguments: argparse.Namespace) -> Any:
     queries, keys = (
         texts[stack].tokens if stack in texts else [str(n) for n in range(count)]
         for stack, count in zip(
-            (
-                "encoder" if seen.which == "encoder" else "decoder",
-                "decoder" if seen.which == "decoder" else "encoder",
-            ),
-            weights.shape,
+            (seen.which, "encoder" if seen.which == "cross" else seen.which), weights.shape
         )
     )
-    draw = viz.heat_map if arguments.kind == "heat" else viz.head_lines
-    return draw(
-        weights,
-        queries,
-        keys,
-        title=f"{seen.which} attention, layer {arguments.layer % len(seen.taps)}, {what}",
-    )
+    title = f"{seen.which} attention, layer {arguments.layer % len(seen.taps)}, {what}"
+    if arguments.kind == "lines":
+        return viz.head_lines(weights, queries, keys, title=title)
+    rows_are = "generates" if seen.which == "cross" else "query"
+    return viz.heat_map(weights, queries, keys, title=title, rows_are=rows_are)
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
@@ -261,8 +255,11 @@ def _translator_inputs(translator: Any, text: str, arguments: argparse.Namespace
     if arguments.second is not None:
         raise UsageError("--second is for models that read two sentences; a translator reads one")
     source = [*translator.source.encode(text), translator.source.end_id]
-    said = translator.translate([text])[0] if arguments.target is None else arguments.target
-    read = [translator.target.start_id, *translator.target.encode(said)]
+    if arguments.target is None:
+        (said,) = translator.translate_ids([text], 1, None)[1]
+    else:
+        said = translator.target.encode(arguments.target)
+    read = [translator.target.start_id, *said]
     inputs = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([read])}
     last, first = (
         [n == len(source) - 1 for n in range(len(source))],
@@ -271,6 +268,7 @@ def _translator_inputs(translator: Any, text: str, arguments: argparse.Namespace
     texts = {
         "encoder": _text(translator.source.tokens(source), last),
         "decoder": _text(translator.target.tokens(read), first),
+        "cross": _text(translator.target.tokens([*read[1:], translator.target.end_id]), first),
     }
     return inputs, texts
 
@@ -308,7 +306,9 @@ def _tokenizer_inputs(folder: Path, model: Any, text: str, arguments: argparse.N
             json.dumps(start) if (name := tokenizer.id_to_token(start)) is None else name,
             *said.tokens,
         ]
-        texts["decoder"] = _text(tokens, [n == 0 for n in range(len(tokens))])
+        first = [n == 0 for n in range(len(tokens))]
+        texts["decoder"] = _text(tokens, first)
+        texts["cross"] = _text([*said.tokens, "(next)"], first)
     elif two:
         inputs["token_type_ids"] = torch.tensor([encoding.type_ids])
     return inputs, texts

@@ -100,7 +100,13 @@ def _draw(translator: Translator, texts: list[str], arguments: argparse.Namespac
             path = first if number == 1 else first.with_stem(f"{first.stem}-{number}")
             written.append(
                 viz.save(
-                    viz.heat_map(drawn, aligned.target_tokens, aligned.source_tokens, title=title),
+                    viz.heat_map(
+                        drawn,
+                        aligned.target_tokens,
+                        aligned.source_tokens,
+                        title=title,
+                        rows_are="generates",
+                    ),
                     path,
                 )
             )

@@ -47,12 +47,12 @@ class Translator:
     ) -> list[str]:
         """Return translations of up to `max_new_tokens` tokens (None: twice the source plus 20)."""
         return [
-            self.target.decode(ids) for ids in self._translate_ids(texts, beams, max_new_tokens)[1]
+            self.target.decode(ids) for ids in self.translate_ids(texts, beams, max_new_tokens)[1]
         ]
 
     def align(self, text: str, *, beams: int = 1) -> Alignment:
         """Translate one sentence and recompute its cross-attention from the saved lse."""
-        (source,), (ids,) = self._translate_ids([text], beams, None)
+        (source,), (ids,) = self.translate_ids([text], beams, None)
         device = next(self.model.parameters()).device
         with (
             evaluation(self.model),
@@ -65,9 +65,10 @@ class Translator:
         said = self.target.tokens([*ids, self.target.end_id])
         return Alignment(self.target.decode(ids), self.source.tokens(source), said, weights)
 
-    def _translate_ids(
+    def translate_ids(
         self, texts: Sequence[str], beams: int, max_tokens: int | None
     ) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the tokens read, with the end, and those generated, without it, of each text."""
         device = next(self.model.parameters()).device
         sources = [[*ids, self.source.end_id] for ids in self.source.encode_all(texts)]
         longest, limit = max(map(len, sources)), self.model.config.max_length

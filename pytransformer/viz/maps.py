@@ -22,12 +22,14 @@ def heat_map(
     keys: Sequence[str] | None = None,
     *,
     title: str = "",
+    rows_are: str = "query",
 ) -> Any:
     """Plot one head, queries by keys; dark means a weight near 1.
 
     Args:
         weights: (Lq, Lk).
         queries, keys: labels of the rows and columns; numbers by default.
+        rows_are: label of the axis of queries.
     """
     weights = check_matrix("heat_map", weights, 2)
     rows, columns = weights.shape
@@ -45,7 +47,7 @@ def heat_map(
     _ticks(axis.xaxis, column_labels, columns, rotation=90)
     _ticks(axis.yaxis, row_labels, rows)
     axis.set_xlabel("attends to")
-    axis.set_ylabel("query")
+    axis.set_ylabel(rows_are)
     axis.set_title(escape_plot(title), fontsize=10)
     fig.colorbar(image, ax=axis, shrink=0.8, label="weight")
     return fig
@@ -60,7 +62,8 @@ def gallery(
 ) -> Any:
     """Plot every head of every layer as a small map, layers by heads.
 
-    Each map has a separate color scale, so faint patterns are visible.
+    Each map has a separate color scale, so faint patterns are visible; a number in its corner is
+    its largest weight, the darkest color.
 
     Args:
         weights: (layers, heads, Lq, Lk).
@@ -84,11 +87,17 @@ def gallery(
             )
             axis.set_xticks([])
             axis.set_yticks([])
+            axis.text(
+                0.97, 0.95, f"{weights[i, j].max().item():.2f}", fontsize=6, ha="right", va="top",
+                transform=axis.transAxes, bbox={"pad": 1, "fc": "white", "ec": "none"},
+            )  # fmt: skip
             if i == 0:
                 axis.set_title(f"head {head}", fontsize=8)
             if j == 0:
                 axis.set_ylabel(f"layer {layer}", fontsize=8)
     fig.suptitle(escape_plot(title), fontsize=11)
+    fig.supxlabel("keys; the number is the largest weight, drawn darkest", fontsize=8)
+    fig.supylabel("queries", fontsize=8)
     return fig
 
 

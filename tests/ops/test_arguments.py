@@ -177,7 +177,7 @@ def optional(op: str) -> list[str]:
 
     parameters = inspect.signature(getattr(pt, op)).parameters.values()
     names = [p.name for p in parameters if p.default is not p.empty]
-    keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    keywords = any(p.kind is p.VAR_KEYWORD and p.name != "unknown" for p in parameters)
     return names + (sorted(MASK_AND_BIAS) if keywords else [])
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from pytransformer.cli import OK, USAGE, main
+from pytransformer.cli.attention_map import _load
 from pytransformer.training import Pair, Translator, read_metrics, read_pairs, write_pairs
 from pytransformer.training.checkpoint import checkpoints, read_checkpoint
 from pytransformer.training.translation import (
@@ -238,6 +240,22 @@ def test_alignment_equals_cross_attention(trained):
     torch.testing.assert_close(aligned.weights.sum(-1), torch.ones(aligned.weights.shape[:3]))
     assert aligned.text == translator.translate(["hoje é sábado."])[0]
     assert aligned.weights.std() > 1e-4, "weights that are all alike would be right by accident"
+
+
+def test_translate_and_attention_map_label_rows_alike(trained, tmp_path) -> None:
+    """A row of cross-attention carries the token that the decoder generates from it."""
+    aligned = Translator.load(trained).align("hoje é sábado.")
+    inputs, texts = _load(trained)[1](
+        "hoje é sábado.", argparse.Namespace(second=None, target=None)
+    )
+    assert texts["cross"].tokens == aligned.target_tokens
+    assert texts["encoder"].tokens == aligned.source_tokens
+    assert texts["decoder"].tokens[1:] == aligned.target_tokens[:-1]
+    assert inputs["decoder_input_ids"].shape[1] == len(aligned.target_tokens)
+    pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
+    command = ["attention-map", str(trained), "hoje é sábado.", "--kind", "heat", "--layer", "0"]
+    assert main([*command, "--out", str(tmp_path / "map.svg")]) == 0
+    assert "<!-- generates -->" in (tmp_path / "map.svg").read_text()
 
 
 def test_translate_names_missing_files(copy, tmp_path, capsys, monkeypatch):
