@@ -56,12 +56,12 @@ def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "ROWS", SMALL)
 
 
-def bench(path: Path, *arguments: str) -> tuple[int, dict[tuple[str, str], dict[str, str]]]:
+def bench(path: Path, *arguments: str) -> tuple[int, dict[tuple[str, str, str], dict[str, str]]]:
     """Run the command and return its exit code and the CSV's rows."""
     code = main(["bench", "inference", *arguments, "--seconds", "0", "--out", str(path / "x.csv")])
     with (path / "x.csv").open() as file:
         assert file.readline().startswith('# {"environment"')
-        rows = {(r["work"], r["engine"]): r for r in csv.DictReader(file)}
+        rows = {(r["work"], r["dtype"], r["engine"]): r for r in csv.DictReader(file)}
     return code, rows
 
 
@@ -82,11 +82,11 @@ def test_bad_input_is_named(
 
 @pytest.mark.unpoisoned
 def test_engines_of_torch_are_checked_and_timed(tmp_path: Path) -> None:
-    code, rows = bench(
-        tmp_path, "--engines", "eager,sdpa,convert,packed,unpadded", "--dtype", "float32,bfloat16"
-    )
+    names = "eager,sdpa,convert,packed,unpadded"
+    code, rows = bench(tmp_path, "bert", "gpt2", "--engines", names, "--dtype", "float32,bfloat16")
     assert code == OK
-    for (work, engine), row in rows.items():
+    assert len(rows) == 2 * 2 * 5
+    for (work, _, engine), row in rows.items():
         if engine == "unpadded" and work != "tiny BERT":
             assert row["reason"] == "the batches have no padding" and not row["median_ms"]
         else:
@@ -110,7 +110,7 @@ def test_wrong_and_absent_engines_are_reported_and_not_timed(
     )  # fmt: skip
     assert code == WRONG
     assert all(not row["median_ms"] for row in rows.values())
-    reasons = {engine: row["reason"] for (_, engine), row in rows.items()}
+    reasons = {engine: row["reason"] for (_, _, engine), row in rows.items()}
     assert reasons.pop("convert").startswith("WRONG: off by 0.01")
     assert all("pip install" in reason for reason in reasons.values()), reasons
 
@@ -123,6 +123,6 @@ def test_peer_agrees_with_the_eager_model(engine: str, tmp_path: Path) -> None:
         pytest.importorskip(engine, reason=f'{engine} is not installed (the extra "peers")')
     code, rows = bench(tmp_path, "--engines", engine, "--dtype", "float32")
     assert code == OK
-    for (work, _), row in rows.items():
+    for (work, _, _), row in rows.items():
         unsupported = work == "tiny GPT-2" and engine in ("onnxruntime", "openvino")
         assert bool(row["median_ms"]) != unsupported, row["reason"]
