@@ -143,13 +143,14 @@ def measure(
             try:
                 call = engines.prepare(name, work, model, dtype)
                 found = work.real(call(), dtype).double()
-            except Unsupported as error:
-                line["reason"] = str(error)
+            except Unsupported as unsupported:
+                line["reason"] = str(unsupported)
                 continue
             reference = exact[: len(found)]
-            line["error"] = ((found - reference).norm() / reference.norm()).item()
-            if not line["error"] <= MAX_ERROR[dtype]:
-                line["reason"] = f"WRONG: off by {line['error']:.2g}"
+            error = ((found - reference).norm() / reference.norm()).item()
+            line["error"] = error
+            if not error <= MAX_ERROR[dtype]:
+                line["reason"] = f"WRONG: off by {error:.2g}"
                 continue
             calls[name] = clock.Contender(call, nullcontext)
         one = torch.get_num_threads() == 1
