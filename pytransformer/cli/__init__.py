@@ -71,6 +71,9 @@ _DELEGATED = {
     "bench models": _Command(
         "pytransformer.cli.benchmark.models", "full models: ours, PyTorch's sdpa and eager code"
     ),
+    "bench inference": _Command(
+        "pytransformer.cli.benchmark.inference", "full models on the CPU beside inference engines"
+    ),
 }
 
 _EPILOG = """\

@@ -50,7 +50,7 @@ def fast_linear(
         return None
     panels, max_rows = None, limits.inference
     if packed.weights and id(weight) in packed.weights:
-        panels = _panels(x, weight, bias, limits.packed, along_k)
+        panels = _panels(x, weight, bias, limits, along_k)
         max_rows = max_rows if panels is None else limits.packed
     found = fast_path.linear(x, weight, bias, panels, max_rows, along_k)
     if found is not NotImplemented:
@@ -70,12 +70,12 @@ def _panels(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    max_rows: int,
+    limits: cpu.MaxRows,
     along_k: bool,
 ) -> torch.Tensor | None:
     """Return the packed weight if the call can use it, else None."""
-    few = cpu.FEW_ROWS * x.shape[-1] if x.dim() else x.numel()
-    if x.numel() <= few or x.numel() * cpu.FEW_ROWS > max_rows * few:
+    k = x.shape[-1] if x.dim() else 1
+    if not limits.unpacked * k < x.numel() <= limits.packed * k:
         return None
     if not unwatched(x, (x, weight, bias)) or needs_gradient(x, weight, bias):
         return None

@@ -44,7 +44,7 @@ def test_every_command_has_help(capsys, command):
 
 
 COMMANDS = ["", "demo", "doctor", "explain", "bench", "bench compare", "bench models", "verify"]
-COMMANDS += ["drop-in", "translate", "attention-map", "train"]
+COMMANDS += ["bench inference", "drop-in", "translate", "attention-map", "train"]
 COMMANDS += [f"train {task}" for task in tasks.names()]
 
 

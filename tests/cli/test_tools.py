@@ -37,6 +37,17 @@ def test_performance_tables_match_the_committed_medians(tool) -> None:
         )
 
 
+def test_engine_tables_match_the_committed_runs(tool) -> None:
+    inference = tool("inference_table")
+    page = inference.PAGE.read_text(encoding="utf-8")
+    assert inference.replaced(page, inference.section()) == page, (
+        "run: python bench/tools/inference_table.py --write"
+    )
+    for path in inference.RESULTS.glob("*/inference.csv"):
+        for row in inference.load(path)[1]:
+            assert bool(row["median_ms"]) != bool(row["reason"]), (path.parent.name, row)
+
+
 def test_committed_medians_are_complete_and_consistent(tool) -> None:
     """Ratios, quantiles and shares agree with the times in the file."""
     performance = tool("performance")

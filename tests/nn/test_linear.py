@@ -370,7 +370,7 @@ def test_table_names_known_sets_and_dtypes() -> None:
         assert capability in {"DEFAULT", "AVX2", "AVX512"} and isa in sets
         for dtype, rows in limits.items():
             assert dtype in cpu.DTYPES and rows.inference >= cpu.FEW_ROWS
-            assert rows.training >= 0 and rows.packed >= 0
+            assert rows.training >= 0 and rows.packed >= 0 and rows.unpacked >= cpu.FEW_ROWS
 
 
 def test_bad_input_raises_pytorchs_error(calls: list[int]) -> None:

@@ -252,6 +252,20 @@ def test_table_limits_the_rows(
     assert not used
 
 
+def test_few_rows_ignore_packed_weights_as_the_table_states(
+    used: list[torch.Tensor | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = cpu.MaxRows(30, 0, packed=24, unpacked=12)
+    monkeypatch.setattr(cpu, "faster", lambda: {torch.float32: limits})
+    layer = linear_layer(torch.float32)
+    warm(layer, torch.float32)
+    for rows, packs in ((1, False), (12, False), (13, True), (24, True), (25, False)):
+        used.clear()
+        with torch.no_grad():
+            layer(torch.randn(rows, IN))
+        assert [panels is not None for panels in used] == [packs], rows
+
+
 def test_gradients_and_observers_do_not_use_it(
     used: list[torch.Tensor | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,17 +89,18 @@ def quantile(sorted_values: list[float], q: float) -> float:
 
 
 class _CpuClock:
-    def __init__(self, cold: bool) -> None:
+    def __init__(self, cold: bool, cpu_time: bool = False) -> None:
+        self.now = time.process_time if cpu_time else time.perf_counter
         self.flush = torch.empty(evicting_bytes(), dtype=torch.int8) if cold else None
 
     def sample(self, call: Callable[[], object], repeats: int) -> float:
         if self.flush is not None:
             repeats = 1  # further calls would find the caches filled by the first
             self.flush.add_(1)
-        start = time.perf_counter()
+        start = self.now()
         for _ in range(repeats):
             call()
-        return (time.perf_counter() - start) / repeats
+        return (self.now() - start) / repeats
 
 
 @functools.cache
@@ -133,8 +134,8 @@ class _CudaClock:
         return sum(start.elapsed_time(end) for start, end in pairs) / repeats * 1e-3
 
 
-def _clock(device: str, cold: bool) -> _CpuClock | _CudaClock:
-    return _CudaClock() if device == "cuda" else _CpuClock(cold)
+def _clock(device: str, cold: bool, cpu_time: bool = False) -> _CpuClock | _CudaClock:
+    return _CudaClock() if device == "cuda" else _CpuClock(cold, cpu_time)
 
 
 def interleaved(
@@ -145,6 +146,7 @@ def interleaved(
     device: str = "cpu",
     cold: bool = False,
     patient: bool | None = None,
+    cpu_time: bool = False,
 ) -> dict[str, Timing]:
     """Time all contenders, each for about `min_time` seconds and at least `min_rounds` samples.
 
@@ -155,10 +157,13 @@ def interleaved(
     SLOW_SECONDS still get MIN_ROUNDS samples and those under SHORT_SECONDS get SHORT_ROUNDS, which
     cost a fraction of a second.
 
+    With ``cpu_time`` a sample is the CPU time of the process, which other processes on the machine
+    affect less. It means something only if every contender runs on one thread.
+
     The order rotates, and every other round runs backwards, because a contender that always follows
     the same neighbor inherits its caches and clock frequency.
     """
-    clock = _clock(device, cold)
+    clock = _clock(device, cold, cpu_time)
     settles = device == "cpu" and not cold
     patient = min_rounds >= MIN_ROUNDS if patient is None else patient
     repeats, untimed, least, rounds, warm = {}, {}, {}, min_rounds, {}
