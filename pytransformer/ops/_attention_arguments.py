@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 
@@ -114,8 +114,10 @@ ELSEWHERE = {
 }
 
 
-def refuse_unknown(op: str, unknown: Iterable[str]) -> NoReturn:
+def refuse_unknown(op: str, unknown: Collection[str]) -> None:
     """Raise TypeError for keywords that the op does not have, with the name that it uses."""
+    if not unknown:
+        return
     name = min(unknown, key=lambda name: name not in ELSEWHERE)
     hint = ELSEWHERE.get(name, f"help(pytransformer.{op}) lists the arguments")
     raise TypeError(f"{op}: unexpected argument {name!r}; {hint}")

@@ -226,22 +226,19 @@ def attention(
     if not (unknown or torch.compiler.is_compiling()):
         found = fast_path.attention(
             query, key, value, attn_mask, causal, window, global_keys, query_lengths, key_lengths,
-            prefix_lengths, query_segments,
-            key_segments, page_table, key_scale, value_scale, bias, sinks, softcap, scale,
-            dropout_p, dropout_seed, return_lse,
-            deterministic, backend, strict,
+            prefix_lengths, query_segments, key_segments, page_table, key_scale, value_scale, bias,
+            sinks, softcap, scale, dropout_p, dropout_seed, return_lse, deterministic, backend,
+            strict,
         )  # fmt: skip
         if found is not NotImplemented:
             return found
     a, backend, strict = _prepare(
         query, key, value, attn_mask=attn_mask, causal=causal, window=window,
-        global_keys=global_keys, query_lengths=query_lengths,
-        key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments,
-        key_segments=key_segments,
+        global_keys=global_keys, query_lengths=query_lengths, key_lengths=key_lengths,
+        prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments,
         page_table=page_table, key_scale=key_scale, value_scale=value_scale, bias=bias, sinks=sinks,
-        softcap=softcap, scale=scale,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
-        backend=backend, strict=strict, **unknown,
+        softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        deterministic=deterministic, backend=backend, strict=strict, **unknown,
     )  # fmt: skip
     out, lse = attention_op(a, backend, strict)
     return (out, lse) if return_lse else out
@@ -279,8 +276,7 @@ def _prepare(
     strict: bool = False,
     **unknown: Any,
 ) -> tuple[Any, str | None, bool]:
-    if unknown:
-        refuse_unknown("attention", unknown)
+    refuse_unknown("attention", unknown)
     if not (alike(query, key, value) and query.dim() == key.dim() == value.dim() == 4):
         check_rows(query, key, value)
     query, key, value = autocast(query.device, query, key, value)

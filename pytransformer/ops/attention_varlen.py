@@ -199,8 +199,7 @@ def _prepare(
     **unknown: Any,
 ) -> tuple[Any, str | None, bool]:
     op = "attention_varlen"
-    if unknown:
-        refuse_unknown(op, unknown)
+    refuse_unknown(op, unknown)
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(op, name, t, floating=True, ndim=3)
         check_same(op, "query", query, name, t)
