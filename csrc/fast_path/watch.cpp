@@ -39,9 +39,7 @@ PyObject *traces = nullptr, *backward = nullptr, *facts = nullptr;
 std::vector<PyObject*> watchers;
 
 // Return true if a container is empty. The caller holds the GIL.
-bool is_empty(PyObject* o) {
-  return !(PyDict_Check(o) ? PyDict_Size(o) : PyList_GET_SIZE(o));
-}
+bool is_empty(PyObject* o) { return !(PyDict_Check(o) ? PyDict_Size(o) : PyList_GET_SIZE(o)); }
 
 // Hold the GIL in the scope. The entry points already have it; autograd nodes and the kernel of
 // aten::scaled_dot_product_attention do not.
