@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from pytransformer.ops._core.recording import Watching
+from pytransformer.ops._core.fast_path import Watching
 
 from . import _lang, tuned
 
@@ -198,7 +198,7 @@ def replayed(run: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def recorded(recorder: Any) -> Iterator[None]:
-    """Record this thread's launches within the block: see ops/_core/recording.py of the package."""
+    """Record this thread's launches within the block: see ops/_core/fast_path.py of the package."""
 
     def told(compiled: Any, programs: int, arguments: tuple[Any, ...], parameters: int) -> None:
         whole = not _lang.INTERPRETED and len(arguments) == parameters

@@ -17,8 +17,8 @@ from ._version import __version__
 from .drop_in import activate, deactivate
 from .explain import explain
 from .ops import public as _public
-from .ops._core import sharded as _sharded
-from .ops._core.fallbacks import BackendError, clear_fallbacks, fallbacks
+from .ops._core.dispatch import BackendError, clear_fallbacks, fallbacks
+from .ops._core.op import sharded_loaders as _sharded_loaders
 from .ops._core.registry import use_backend
 from .ops.append_kv import KeyValues
 from .ops.attention_weights import attention_summary, attention_weights
@@ -95,6 +95,6 @@ def _sharding() -> Any:
     return run
 
 
-_sharded.loaders.append(_sharding)
+_sharded_loaders.append(_sharding)
 reference.publish()
 _choose_kernels()

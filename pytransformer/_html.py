@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from .console import clean
 
-# Okabe and Ito's colors, distinct for every kind of color vision; gray for baselines.
+# Okabe and Ito's colors, distinct for every kind of color vision.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C7E00", "#000000")
-GRAY = "#999999"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = """\
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em }

@@ -30,9 +30,8 @@ from . import drop_in_nested
 from .ops import nested
 from .ops._core import fast_path
 from .ops._core.autograd import compiling_a_derivative
-from .ops._core.failures import is_broken
-from .ops._core.fallbacks import NotLaunched, record_fallback
-from .ops._core.registry import Op
+from .ops._core.dispatch import NotLaunched, is_broken, record_fallback
+from .ops._core.op import Op
 from .ops._core.tensors import FLOATING, PLAIN, shape_of
 from .ops.attention import attention_op
 from .ops.attention_varlen import attention_varlen_op

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .ops import nested
-from .ops._core.fallbacks import record_fallback
+from .ops._core.dispatch import record_fallback
 from .ops.attention_varlen import attention_varlen, attention_varlen_op
 
 # private; not patched if absent

@@ -10,8 +10,7 @@ import torch
 
 from . import _html
 from .integrations.explain_model import ModelExplanation, explain_model
-from .ops._core.failures import unasked_reason
-from .ops._core.preference import ordered
+from .ops._core.dispatch import ordered, unasked_reason
 from .ops._core.registry import OPS, at_home, forced_backend
 
 

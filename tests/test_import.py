@@ -273,7 +273,7 @@ def test_recorded_calls_import_no_compiler() -> None:
     """A GPU's second call is recorded; importing torch._dynamo took most of 4.3 s on an H100."""
     imported = fresh("""
         import json, sys, torch
-        from pytransformer.ops._core.recording import Recorder
+        from pytransformer.ops._core.fast_path import Recorder
         Recorder.precision = lambda self: (0,)
         with Recorder() as recorder:
             torch.zeros(2)[:, None] + 1

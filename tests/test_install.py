@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytransformer.ops._core import preference
+from pytransformer.ops._core import dispatch
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = """
@@ -283,10 +283,10 @@ def test_torch_is_found_outside_site_packages() -> None:
 
 LOAD = """
 import torch
-from pytransformer.ops._core import preference, verified
+from pytransformer.ops._core import dispatch, verification
 torch.cuda.get_device_capability = lambda *_: (9, 0)
-print("rows", len(preference.table()["sm_90"]))
-names = verified.names(torch.device("cuda", 0))
+print("rows", len(dispatch.preferences()["sm_90"]))
+names = verification.shipped_names(torch.device("cuda", 0))
 print("verified", sorted({(op, backend) for op, backend, _ in names}))
 """
 
@@ -299,7 +299,7 @@ def test_gpu_results_are_installed(tmp_path: Path) -> None:
     python = install(wheel, tmp_path / "environment")
     found = call(python, "-c", LOAD, cwd=tmp_path)
     assert "('attention', 'cuda')" in found and "('layer_norm', 'cuda')" in found
-    assert f"rows {len(preference.table()['sm_90'])}\n" in found
+    assert f"rows {len(dispatch.preferences()['sm_90'])}\n" in found
     (package,) = tmp_path.glob("environment/lib/*/site-packages/pytransformer")
     info = json.loads((package / "_build_info.json").read_text())
     info["cuda_sources"]["attention"] = "another"

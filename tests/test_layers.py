@@ -31,6 +31,7 @@ LAYERS = {
         "ops._core",
         "ops._problem",
         "ops.masks",
+        "ops.options",
         "reference.philox",
     ),
     "reference": ("reference",),

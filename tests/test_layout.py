@@ -82,7 +82,6 @@ NAMES = {
     "bench/tools/performance.py": "aims for named cases, some with the name of their op",
     "pytransformer/cli/demo.py": "attention is what it shows",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
-    "pytransformer/ops/_core/fast_path.py": "the entries that csrc/fast_path has",
     "tests/support/support/drop_in_table.py": "of drop-in attention",
     "tests/support/support/eager_twin.py": "a module of that name",
     "tests/support/support/paths.py": "the calls that csrc/fast_path takes",

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytransformer.ops._core import preference
-from pytransformer.ops._core.preference import Cell, Entry, Row
+from pytransformer.ops._core import dispatch
+from pytransformer.ops._core.dispatch import Cell, Entry, Row
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.cases import case
 
@@ -102,7 +102,7 @@ def cell(op: str, name: str, shape: dict[str, int], dtype: str, mode: str) -> Ce
     sized = case(name).resize(**{k: v for k, v in shape.items() if k in case(name).shape})
     with FakeTensorMode():
         args, kwargs = sized.make("cpu", getattr(torch, dtype), seed=0)
-        return preference.cell_of(OPS[op], OPS[op].prepare(*args, **kwargs)[0], mode)
+        return dispatch.cell_of(OPS[op], OPS[op].prepare(*args, **kwargs)[0], mode)
 
 
 def table(folder: Path) -> list[Row]:
@@ -133,6 +133,6 @@ def text() -> str:
 
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
-        preference.TABLE.write_text(text(), encoding="utf-8")
+        dispatch.PREFERENCES.write_text(text(), encoding="utf-8")
     else:
         sys.stdout.write(text())

@@ -21,7 +21,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from pytransformer.ops._core import verified
+from pytransformer.ops._core import verification
 from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def sources(backend: str, root: Path = ROOT) -> dict[str, str]:
         )
     families = dict.fromkeys(op.family for op in OPS.values())
     folder = root / "kernels"
-    return {s: verified.digest(folder, [folder / s, *folder.glob("*.py")]) for s in families}
+    return {s: verification.digest(folder, [folder / s, *folder.glob("*.py")]) for s in families}
 
 
 def stale(table: dict[str, Any], root: Path = ROOT) -> list[tuple[str, str, str]]:
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--backend", action="append")
     parser.add_argument("--family", action="append")
     options = parser.parse_args()
-    table = json.loads(verified.TABLE.read_text())
+    table = json.loads(verification.SHIPPED.read_text())
     changed = stale(table)
     for arch, backends in table.items():
         for backend, entry in backends.items():
@@ -81,7 +81,7 @@ def main() -> None:
                     result["carried"] = [*result.get("carried", ()), options.carry]
                 elif is_stale and options.drop:
                     del entry["families"][family]
-    verified.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    verification.SHIPPED.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Build a program from the record of recording.py; see program.h.
+// Build a program from the record of fast_path.py; see program.h.
 #include <ATen/ScalarOps.h>
 
 #include <algorithm>

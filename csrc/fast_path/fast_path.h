@@ -56,7 +56,7 @@ const Tensor& pick(const Tensors& all) {
 // ops/_core/autograd.py, and all of Python's watchers are empty.
 bool unwatched();
 
-// Add the raw op to the traces of ops/_core/choice.py, if one is open in the process.
+// Add the raw op to the traces of ops/_core/registry.py, if one is open in the process.
 void record(const char* op, const char* direction, const char* backend = "cpu");
 
 // Return true if a kernel may read and write the tensor by its address: dense, on the CPU or a GPU,
@@ -91,7 +91,7 @@ struct InPython {
 };
 variable_list backward_in_python(const InPython& call, const variable_list& grads,
                                  const std::vector<bool>& wanted);
-// Record a call with recording.py, for program_for(). `given`: the public function's arguments.
+// Record a call with fast_path.py, for program_for(). `given`: the public function's arguments.
 // `save`: a backward may follow.
 py::object record_forward(const InPython& call, const std::function<py::object()>& given,
                           bool save);

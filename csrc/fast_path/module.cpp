@@ -46,7 +46,7 @@ PyMethodDef methods[] = {
     {"deactivate", deactivate, METH_NOARGS, "end the override"},
     {"replace_memory", replace_memory_entry, METH_O,
      "replace_memory(function or None): what takes the place of each new tensor"},
-    {"precision", precision_entry, METH_NOARGS, "how exact products are now, for recording.py"},
+    {"precision", precision_entry, METH_NOARGS, "how exact products are now, for fast_path.py"},
     {"programs", programs_entry, METH_NOARGS,
      "(number of programs, reasons why calls have none): see program.h"},
     {"forget", forget_entry, METH_NOARGS, "forget every program: see program.h"},

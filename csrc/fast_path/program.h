@@ -3,7 +3,7 @@
 // Python backend. It serves every call with an equal key, which differs only in addresses. See
 // docs/design/fast-path.md.
 //
-// Python runs the first call with a key. The second is recorded (ops/_core/recording.py); it and
+// Python runs the first call with a key. The second is recorded (ops/_core/fast_path.py); it and
 // all later ones run from here. Calls that cannot be recorded remain in Python, such as those of a
 // backend that reads the values of a tensor.
 #pragma once
@@ -51,7 +51,7 @@ class Program {
 };
 
 // Return the program of a key, or null. At the key's second call, build it from `record`, which
-// returns recording.py's record. The caller holds the GIL.
+// returns fast_path.py's record. The caller holds the GIL.
 std::shared_ptr<const Program> program_for(const Key& key,
                                            const std::function<py::object()>& record);
 

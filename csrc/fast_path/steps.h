@@ -172,7 +172,7 @@ class Recorded final : public Program {
   }
 };
 
-// Build a program from the record of recording.py, or return the reason for none.
+// Build a program from the record of fast_path.py, or return the reason for none.
 std::pair<std::shared_ptr<const Program>, std::string> built(const py::tuple& recorded);
 
 }  // namespace pt::fast_path

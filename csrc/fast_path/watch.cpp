@@ -6,6 +6,7 @@
 #include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "fast_path.h"
 
@@ -37,13 +38,20 @@ bool plain_keys(c10::DispatchKeySet keys) {
 PyObject *traces = nullptr, *backward = nullptr, *facts = nullptr;
 std::vector<PyObject*> watchers;
 
-// Return true if a container is empty. Read without the GIL: one aligned word, whose change is
-// ordered like a concurrent call of another thread.
-bool holds_nothing(PyObject* o) {
-  const Py_ssize_t& size = PyDict_Check(o) ? reinterpret_cast<PyDictObject*>(o)->ma_used
-                                           : reinterpret_cast<PyVarObject*>(o)->ob_size;
-  return !__atomic_load_n(&size, __ATOMIC_RELAXED);
-}
+// Return true if a container is empty. The caller holds the GIL.
+bool is_empty(PyObject* o) { return !(PyDict_Check(o) ? PyDict_Size(o) : PyList_GET_SIZE(o)); }
+
+// Hold the GIL in the scope. The entry points already have it; autograd nodes and the kernel of
+// aten::scaled_dot_product_attention do not.
+class Gil {
+ public:
+  Gil() {
+    if (!PyGILState_Check()) acquired_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_acquire> acquired_;
+};
 
 bool holds_data(const Tensor& t) {
   const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
@@ -86,15 +94,16 @@ bool unwatched() {
   constexpr c10::DispatchKeySet usual =
       inference | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  return (included == usual || included == inference) &&
-         !at::impl::PythonTorchFunctionTLS::stack_len() &&
-         !torch::profiler::impl::profilerEnabled() &&
-         std::all_of(watchers.begin(), watchers.end(), holds_nothing);
+  if ((included != usual && included != inference) ||
+      at::impl::PythonTorchFunctionTLS::stack_len() || torch::profiler::impl::profilerEnabled())
+    return false;
+  const Gil gil;
+  return std::all_of(watchers.begin(), watchers.end(), is_empty);
 }
 
 void record(const char* op, const char* direction, const char* backend) {
-  if (holds_nothing(traces)) return;
-  const py::gil_scoped_acquire gil;
+  const Gil gil;
+  if (is_empty(traces)) return;
   py::handle(fact("trace"))(std::string(op) + direction, backend);
 }
 

@@ -24,7 +24,7 @@ from pytransformer.cli import OK, WRONG, UsageError, machine, providers
 from pytransformer.cli.benchmark import check, exact, plan, results
 from pytransformer.console import Console, clean
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.ops._core import fast_path, verification, verification_file, verified
+from pytransformer.ops._core import fast_path, verification
 from pytransformer.ops._core import native as cpu_library
 from pytransformer.ops._core.registry import BACKENDS, OPS
 from pytransformer.testing.cases import Case, cases
@@ -256,10 +256,10 @@ def devices() -> list[torch.device]:
 
 def verification_of(device: torch.device) -> dict[str, Any]:
     """Return the results in effect on the device, by op, backend and dtype."""
-    content = verification_file.load(device)
+    content = verification.load_file(device)
     rows: dict[tuple[str, str, str], dict[str, Any]] = {
         key: {"right": 0, "not checked": 0, "declined": 0, "bad": []}
-        for key in verified.names(device)
+        for key in verification.shipped_names(device)
     }
     shipped = len(rows)
     for line in (content or {}).get("checks", []):

@@ -9,7 +9,7 @@ import importlib.util
 import os
 from typing import Any
 
-from pytransformer.ops._core.verification_file import cpu_name as cpu_name
+from pytransformer.ops._core.verification import cpu_name as cpu_name
 
 SOFTWARE_TILES = "tiles in software (a test build, slow: PYTRANSFORMER_SOFTWARE_TILES=1)"
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops._core.options import Reduction
 from ..ops.cross_entropy import linear_cross_entropy
+from ..ops.options import Reduction
 from ._refuse import refuse
 
 

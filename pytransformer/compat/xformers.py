@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import Self
 
-from ..ops._core.options import Alignment
 from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
+from ..ops.options import Alignment
 from ._refuse import describe, refuse
 
 NAME = "memory_efficient_attention"

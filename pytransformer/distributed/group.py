@@ -14,8 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ..ops._core.sharded import is_sharded
-from ..ops._core.tensors import check_same, check_tensor, looks_at_values
+from ..ops._core.tensors import check_same, check_tensor, is_sharded, looks_at_values
 from .blocks import BlockParts
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from ..ops._core.options import AttentionOptions
+from ..ops.options import AttentionOptions
 from .call import PLACES, RingCall, prepare
 from .exchange import Exchange, Payload
 from .gradients import Gradients

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from ..ops._attention_arguments import dense_term, integers
-from ..ops._core.options import AttentionOptions
 from ..ops._core.tensors import autocast, empty_in_order
 from ..ops.attention import attention_op
 from ..ops.masks import AlibiBias, RelativePositionBias
+from ..ops.options import AttentionOptions
 from .blocks import BlockParts
 from .group import check_call, outside_graphs, seed_of_the_first, sum_over_ranks
 from .layout import (

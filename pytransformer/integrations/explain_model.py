@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from .. import _html
-from ..ops._core.failures import unasked_reason
-from ..ops._core.registry import Op, observing
+from ..ops._core.dispatch import unasked_reason
+from ..ops._core.op import Op
+from ..ops._core.registry import observing
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ..ops._core.registry import autograd_inside
+from ..ops._core.op import autograd_inside
 
 NAME = "pytransformer"
 

@@ -17,7 +17,7 @@ from .._version import __version__
 from ..nn.cache import DecoderCache, Step
 from ..nn.experts import MixtureOptions, balance_loss
 from ..nn.masks import causal, is_tree, padding
-from ..ops._core.sharded import is_sharded
+from ..ops._core.tensors import is_sharded
 from . import _convert, _files
 from ._output import Output
 from ._parameters import PARTS, ParameterTable, parameter_table

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..ops._core.options import ActivationName
+from ..ops.options import ActivationName
 
 ACTIVATIONS: dict[str, ActivationName] = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",

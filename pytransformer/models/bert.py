@@ -20,7 +20,7 @@ from ..nn.layer_norm import LayerNorm
 from ..nn.masks import padding
 from ..nn.patterns import Pattern
 from ..nn.positions import LearnedPositions
-from ..ops._core.options import ActivationName
+from ..ops.options import ActivationName
 from ..reference.feed_forward import ACTIVATIONS
 from . import _hugging_face
 from ._base import Model, ModelConfig

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..nn.mixing import FourierMixing
-from ..ops._core.options import ActivationName
+from ..ops.options import ActivationName
 from . import _hugging_face
 from .bert import BERT, BERTConfig
 

@@ -19,7 +19,7 @@ from ..nn.heads import IGNORE, Classifier, check_labels, learned
 from ..nn.layer_norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
 from ..nn.rotary import RotaryMultiHeadAttention
-from ..ops._core.options import ActivationName
+from ..ops.options import ActivationName
 from ..ops.rotary_positions import RotaryPositions
 from . import _hugging_face
 from ._base import Model, ModelConfig

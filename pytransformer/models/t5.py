@@ -17,7 +17,7 @@ from ..nn.heads import Classifier
 from ..nn.layer_norm import RMSNorm
 from ..nn.masks import padding
 from ..nn.positions import RelativePositionTable
-from ..ops._core.options import ActivationName
+from ..ops.options import ActivationName
 from . import _hugging_face
 from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 

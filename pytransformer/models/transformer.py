@@ -18,7 +18,7 @@ from ..nn.heads import Classifier
 from ..nn.layer_norm import LayerNorm
 from ..nn.masks import padding
 from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
-from ..ops._core.options import ActivationName
+from ..ops.options import ActivationName
 from . import _hugging_face
 from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from ._parameters import PARTS

@@ -17,8 +17,8 @@ from ..nn.heads import Classifier
 from ..nn.layer_norm import LayerNorm
 from ..nn.patches import ImageSize, PatchEmbedding
 from ..nn.positions import LearnedPositions
-from ..ops._core.options import ActivationName
-from ..ops._core.sharded import whole
+from ..ops._core.tensors import whole
+from ..ops.options import ActivationName
 from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._output import Output

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from ..distributed.experts import ScaledGradient, dispatch
 from ..distributed.group import check_group
-from ..ops._core.options import ActivationName
 from ..ops.feed_forward import feed_forward
+from ..ops.options import ActivationName
 from ..reference.feed_forward import ACTIVATIONS
 from ._grouped import grouped_linear
 from .feed_forward import FeedForward

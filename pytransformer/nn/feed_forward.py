@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..ops._core.options import ActivationName
 from ..ops.feed_forward import feed_forward
+from ..ops.options import ActivationName
 
 
 class FeedForward(nn.Module):

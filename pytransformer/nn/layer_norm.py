@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..ops._core.options import NormKind
 from ..ops.layer_norm import add_norm, layer_norm, rms_norm
+from ..ops.options import NormKind
 
 
 class Norm(nn.Module):

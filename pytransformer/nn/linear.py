@@ -52,7 +52,7 @@ def fast_linear(
     if packed.weights and id(weight) in packed.weights:
         panels = _panels(x, weight, bias, limits, along_k)
         max_rows = max_rows if panels is None else limits.packed
-    found = fast_path.linear(x, weight, bias, panels, max_rows, along_k)
+    found = fast_path.entries.linear(x, weight, bias, panels, max_rows, along_k)
     if found is not NotImplemented:
         return found
     weight = weight.t() if along_k else weight

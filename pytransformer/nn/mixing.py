@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops._core.options import ActivationName
+from ..ops.options import ActivationName
 from .feed_forward import FeedForward
 from .masks import kept
 

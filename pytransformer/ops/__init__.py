@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops, one file per op family; _core/registry.py declares an op."""
+"""The ops, one file per op family; _core/op.py declares an op."""

@@ -10,7 +10,6 @@ from typing import Any, get_args
 import torch
 
 from ..reference.eight_bit import LIMITS
-from ._core.options import Alignment
 from ._core.tensors import (
     as_integer,
     check_choice,
@@ -21,6 +20,7 @@ from ._core.tensors import (
 )
 from .block_mask import as_block_mask
 from .masks import MAX_BUCKETS, AlibiBias, RelativePositionBias
+from .options import Alignment
 
 EIGHT_BITS = tuple(LIMITS)
 ALIGNMENTS = (None, *get_args(Alignment))

@@ -17,14 +17,15 @@ from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
 from ._core import fast_path
-from ._core.registry import Op, check_backend
-from ._core.sharded import is_sharded
+from ._core.op import Op
+from ._core.registry import check_backend
 from ._core.tensors import (
     check_number,
     check_same,
     check_tensor,
     check_unused,
     empty_in_order,
+    is_sharded,
     shape_of,
 )
 from ._problem.rotary import check_positions
@@ -178,7 +179,7 @@ def append_kv(
             reference supports it.
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.append_kv(
+        found = fast_path.entries.append_kv(
             query,
             key,
             value,

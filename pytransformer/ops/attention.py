@@ -34,18 +34,13 @@ from ._backends.cuda import attention as cuda_attention
 from ._backends.torch import attention as torch_attention
 from ._backends.triton import attention as triton_attention
 from ._core import fast_path
-from ._core.options import Alignment, AttentionOptions
-from ._core.registry import Op, check_backend
-from ._core.tensors import (
-    alike,
-    autocast,
-    check_number,
-    dropout_arguments,
-    empty_in_order,
-)
+from ._core.op import Op
+from ._core.registry import check_backend
+from ._core.tensors import alike, autocast, check_number, dropout_arguments, empty_in_order
 from ._problem.attention import PaddedAttention
 from .block_mask import BlockMask
 from .masks import AlibiBias, RelativePositionBias
+from .options import Alignment, AttentionOptions
 
 # Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating)
 # and bias are 4-dimensional, each dimension full or 1. slopes (Hq,), table (buckets, Hq), sinks
@@ -224,7 +219,7 @@ def attention(
             reference supports it.
     """
     if not (unknown or torch.compiler.is_compiling()):
-        found = fast_path.attention(
+        found = fast_path.entries.attention(
             query, key, value, attn_mask, causal, window, global_keys, query_lengths, key_lengths,
             prefix_lengths, query_segments, key_segments, page_table, key_scale, value_scale, bias,
             sinks, softcap, scale, dropout_p, dropout_seed, return_lse, deterministic, backend,

@@ -16,8 +16,8 @@ from ._backends.cuda import attention as cuda_attention
 from ._backends.torch import attention as torch_attention
 from ._backends.triton import attention as triton_attention
 from ._core import fast_path
-from ._core.options import Alignment, PackedOptions
-from ._core.registry import Op, check_backend
+from ._core.op import Op
+from ._core.registry import check_backend
 from ._core.tensors import (
     autocast,
     check_integer,
@@ -30,6 +30,7 @@ from ._core.tensors import (
 )
 from ._problem.attention import PackedAttention
 from .masks import AlibiBias, RelativePositionBias
+from .options import Alignment, PackedOptions
 
 # Shapes: query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B +
 # 1,) int64. The rest is as in attention. A batch element is a sequence, and batch_start is the
@@ -156,7 +157,7 @@ def attention_varlen(
         (total_q, Hq, Dv), with return_lse also lse (Hq, total_q).
     """
     if not (unknown or torch.compiler.is_compiling()):
-        found = fast_path.attention_varlen(
+        found = fast_path.entries.attention_varlen(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
             window, global_keys, bias, sinks, softcap,
             scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,

@@ -11,11 +11,10 @@ import torch
 from typing_extensions import Unpack
 
 from ..reference.attention import indices, scores, visible_pairs
-from ._core.options import MaskAndBias
-from ._core.sharded import is_sharded
-from ._core.tensors import check_choice, check_tensor, shape_of
+from ._core.tensors import check_choice, check_tensor, is_sharded, shape_of
 from ._core.verification import number
 from .attention import attention_op
+from .options import MaskAndBias
 
 MASK_AND_BIAS = frozenset(MaskAndBias.__annotations__)
 KINDS = ("entropy", "argmax", "column_sum", "distance")

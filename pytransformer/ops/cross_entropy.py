@@ -17,8 +17,8 @@ from ._backends.cuda import cross_entropy as cuda
 from ._backends.triton import cross_entropy as triton
 from ._core import fast_path
 from ._core.autograd import needs_gradient
-from ._core.options import Reduction
-from ._core.registry import Op, check_backend
+from ._core.op import Op
+from ._core.registry import check_backend
 from ._core.tensors import (
     as_integer,
     autocast,
@@ -29,6 +29,7 @@ from ._core.tensors import (
     shape_of,
 )
 from ._problem.cross_entropy import reduced_z_loss
+from .options import Reduction
 
 # softcap 0 disables the cap. accuracy: forward writes `correct`.
 ARGUMENTS = (
@@ -177,7 +178,7 @@ def linear_cross_entropy(
     section 2 (softcap).
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.linear_cross_entropy(
+        found = fast_path.entries.linear_cross_entropy(
             x, weight, target, bias, class_weight, ignore_index, label_smoothing, softcap,
             z_loss_weight, reduction, return_z_loss, return_accuracy, backend, strict,
         )  # fmt: skip

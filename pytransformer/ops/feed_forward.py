@@ -14,8 +14,8 @@ from ._backends.cuda import feed_forward as cuda
 from ._backends.triton import feed_forward as triton
 from ._core import fast_path
 from ._core.autograd import needs_gradient
-from ._core.options import ActivationName
-from ._core.registry import Op, check_backend
+from ._core.op import Op
+from ._core.registry import check_backend
 from ._core.tensors import (
     autocast,
     check_choice,
@@ -25,6 +25,7 @@ from ._core.tensors import (
     empty_in_order,
     shape_of,
 )
+from .options import ActivationName
 
 # Shapes: x (..., d), w1 and gate_weight (hidden, d), w2 (d_out, hidden), all of one dtype; biases
 # of any dtype. If ``save``, backward reads the stored pre-activations pre and gate, otherwise it
@@ -124,7 +125,7 @@ def feed_forward(
     Variants Improve Transformer" (2020).
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.feed_forward(
+        found = fast_path.entries.feed_forward(
             x,
             w1,
             b1,

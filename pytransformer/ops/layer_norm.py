@@ -16,8 +16,8 @@ from ._backends.cpu import layer_norm as cpu
 from ._backends.cuda import layer_norm as cuda
 from ._backends.triton import layer_norm as triton
 from ._core import fast_path
-from ._core.options import NormKind
-from ._core.registry import Op, check_backend
+from ._core.op import Op
+from ._core.registry import check_backend
 from ._core.tensors import (
     alike,
     as_integer,
@@ -29,6 +29,7 @@ from ._core.tensors import (
     empty_in_order,
     shape_of,
 )
+from .options import NormKind
 
 KINDS = get_args(NormKind)
 # ``dims`` is the number of normalized trailing dimensions. mean and rstd have the leading shape,
@@ -130,7 +131,9 @@ def layer_norm(
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.layer_norm(x, normalized_shape, weight, bias, eps, backend, strict)
+        found = fast_path.entries.layer_norm(
+            x, normalized_shape, weight, bias, eps, backend, strict
+        )
         if found is not NotImplemented:
             return found
     return layer_norm_op(
@@ -155,7 +158,7 @@ def rms_norm(
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.rms_norm(x, normalized_shape, weight, eps, backend, strict)
+        found = fast_path.entries.rms_norm(x, normalized_shape, weight, eps, backend, strict)
         if found is not NotImplemented:
             return found
     return rms_norm_op(
@@ -204,7 +207,7 @@ def add_norm(
             reference supports it.
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.add_norm(
+        found = fast_path.entries.add_norm(
             x, residual, weight, bias, eps, dropout_p, dropout_seed, kind, backend, strict
         )
         if found is not NotImplemented:

@@ -15,7 +15,8 @@ from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
 from ._core import fast_path
-from ._core.registry import Op, check_backend
+from ._core.op import Op
+from ._core.registry import check_backend
 from ._core.tensors import (
     as_integer,
     check_number,
@@ -103,7 +104,7 @@ def rotary(
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021).
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.rotary(
+        found = fast_path.entries.rotary(
             x,
             positions,
             cos,

@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     layout.
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.scaled_dot_product_attention(
+        found = fast_path.entries.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
         if found is not NotImplemented:

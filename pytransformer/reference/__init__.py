@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..ops._core.registry import OPS, Op
+from ..ops._core.op import Op
+from ..ops._core.registry import OPS
 
 if TYPE_CHECKING:  # same names, arguments and results
     from ..ops.public import *  # noqa: F403

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..ops._core.options import ActivationName
+from ..ops.options import ActivationName
 from .philox import TAG_FEED_FORWARD, column_keep_mask, keep_scale
 
 ACTIVATIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {

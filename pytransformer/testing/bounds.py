@@ -185,15 +185,6 @@ def agree(ours: Tensor, theirs: Tensor, dtype: torch.dtype | None = None) -> boo
     return relative_error(ours, theirs) <= AGREEMENT[unit] * torch.finfo(unit).eps
 
 
-def relative_error_ratio(ours: Tensor, naive: Tensor, exact: Tensor) -> float:
-    """Return our relative_error over that of plain PyTorch code in the same dtype.
-
-    A ratio of at most 1 is as good or better.
-    """
-    mine, theirs = relative_error(ours, exact), relative_error(naive, exact)
-    return mine / theirs if theirs else (1.0 if mine == 0 else float("inf"))
-
-
 def other_bits(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> list[str]:
     """Return the names of results with unequal bits in two runs; NaN payloads may differ."""
 

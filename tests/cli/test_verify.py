@@ -15,7 +15,7 @@ import torch
 import pytransformer as pt
 from pytransformer.cli import OK, USAGE, WRONG, doctor, verify
 from pytransformer.cli.verify import plan, worker
-from pytransformer.ops._core import checking, verification_file
+from pytransformer.ops._core import checking, verification
 from pytransformer.ops._core.registry import OPS, trace
 from support.planted_backend import BACKEND, inputs, planted
 
@@ -37,7 +37,7 @@ def test_verify_writes_results_for_doctor(cli: Callable[..., Any], tmp_path: Pat
     (found,) = json.loads(
         cli("verify", "--op", "rms_norm", "--backend", "cpu", "--json", **keep).stdout
     )
-    assert Path(found["path"]).is_file() and found["key"] == verification_file.key(
+    assert Path(found["path"]).is_file() and found["key"] == verification.file_key(
         torch.device("cpu")
     )
     assert [line["dtype"] for line in found["checks"]] == list(plan.DTYPES)

@@ -18,8 +18,9 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops._backends.gpu import cross_entropy as gpu_cross_entropy
-from pytransformer.ops._core import fast_path, recording, tensors
-from pytransformer.ops._core.registry import OPS, Op, observing
+from pytransformer.ops._core import fast_path, tensors
+from pytransformer.ops._core.op import Op
+from pytransformer.ops._core.registry import OPS, observing
 from support.paths import Sees, needs_fast_path, same
 
 pytestmark = [
@@ -179,7 +180,7 @@ def test_calls_with_keywords_are_recorded() -> None:
         query, key, value, causal="top_left", scale=0.3, dropout_p=0.2, dropout_seed=torch.tensor(3)
     )[0]
     tensors, others = a[: op.num_tensors], (*a[op.num_tensors :], "cuda", True)
-    inputs, events, *_, backend, _ = recording.forward(
+    inputs, events, *_, backend, _ = fast_path.record_forward(
         "attention", given, tensors, others, False, "cuda", True
     )
     assert backend == "cuda" and events and inputs == tensors

@@ -73,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
 
     fast_path.why_not()  # loads it
     by_fast_path = request.param == "fast_path"
-    holder, name = (fast_path, "linear") if by_fast_path else (cpu, "forward")
+    holder, name = (fast_path.entries, "linear") if by_fast_path else (cpu, "forward")
     monkeypatch.setattr(holder, name, spied(getattr(holder, name)))
     with contextlib.nullcontext() if by_fast_path else fast_path.off():
         yield seen

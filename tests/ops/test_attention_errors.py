@@ -194,24 +194,20 @@ def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch)
         )
 
 
-def test_unable_forced_backend_raises_with_the_reason() -> None:
+def test_unable_forced_backend_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forced backend has no fallback; the message and explain give the same reason."""
     from pytransformer.ops._core.registry import OPS, Backend
 
     op = OPS["attention"]
     reference = op.backends["reference"]
-    op.backends["picky"] = Backend(
-        "picky", reference.forward, reference.backward, lambda a: "only on Sundays"
-    )
-    try:
-        for call in (lambda: pt.attention(**GOOD, backend="picky"), lambda: _forced("picky")):
-            with pytest.raises(
-                pt.BackendError, match="'picky' was forced but cannot do this: only on Sundays"
-            ):
-                call()
-        assert pt.explain("attention", **GOOD).reasons["picky"] == "only on Sundays"
-    finally:
-        del op.backends["picky"]
+    picky = Backend("picky", reference.forward, reference.backward, lambda a: "only on Sundays")
+    monkeypatch.setattr(op, "backends", {**op.backends, "picky": picky})
+    for call in (lambda: pt.attention(**GOOD, backend="picky"), lambda: _forced("picky")):
+        with pytest.raises(
+            pt.BackendError, match="'picky' was forced but cannot do this: only on Sundays"
+        ):
+            call()
+    assert pt.explain("attention", **GOOD).reasons["picky"] == "only on Sundays"
 
 
 def _forced(backend: str) -> torch.Tensor:
@@ -223,7 +219,7 @@ def test_strict_raises_instead_of_the_reference_and_lists_every_reason() -> None
     from pytransformer.ops._core.registry import OPS, Backend
 
     op = OPS["attention"]
-    saved = dict(op.backends)
+    saved = op.backends
     reference = saved["reference"]
     picky = Backend("picky", reference.forward, reference.backward, lambda a: "only on Sundays")
     op.backends = {"picky": picky, "reference": reference}

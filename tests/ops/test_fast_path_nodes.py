@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pytransformer as pt
-from pytransformer.ops._core import fallbacks, fast_path
-from pytransformer.ops._core.choice import tracing
-from pytransformer.ops._core.registry import OPS, observing, trace
+from pytransformer.ops._core import dispatch, fast_path
+from pytransformer.ops._core.registry import OPS, observing, trace, tracing
 from pytransformer.testing.cases import Case, case, leaves
 from support.paths import (
     Functions,
@@ -98,7 +97,7 @@ def test_observed_calls_use_the_python_path(problem: Case) -> None:
         assert taken_by(problem.op, *args, **kwargs)
         with watcher():
             assert not taken_by(problem.op, *args, **kwargs), name
-    fallbacks.remember_failure((problem.op, "cpu"), "did not run")
+    dispatch.remember_failure((problem.op, "cpu"), "did not run")
     assert not taken_by(problem.op, *args, **kwargs)
     pt.clear_fallbacks()
     with torch.autograd.forward_ad.dual_level():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.cli import doctor
-from pytransformer.ops._core import fallbacks, fast_path, native
+from pytransformer.ops._core import dispatch, fast_path, native
 from pytransformer.ops._core.registry import OPS, observing, trace
 from support.paths import (
     Functions,
@@ -65,7 +65,7 @@ def test_observed_calls_use_the_python_path(name: str) -> None:
 def test_failures_of_a_backend_are_remembered() -> None:
     """Python selects the backend from the first failure on."""
     inputs = qkv(grad=False)
-    fallbacks.remember_failure(("attention", "cpu"), "did not run")
+    dispatch.remember_failure(("attention", "cpu"), "did not run")
     assert not taken(*inputs)
     pt.clear_fallbacks()
     assert taken(*inputs)
@@ -80,11 +80,13 @@ def test_replaced_backends_use_the_python_path(
         if change == "assigned":
             patch.setattr(op, "backends", {"reference": op.backends["reference"]})
         elif change == "one entry":
-            patch.setitem(op.backends, "cpu", op.backends["reference"])
+            patch.setattr(op, "backends", {**op.backends, "cpu": op.backends["reference"]})
         else:
             patch.setattr(op, "backends", {"mine": op.backends["reference"]} | op.backends)
         assert not taken(*inputs)
     assert taken(*inputs)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        op.backends["cpu"] = op.backends["reference"]  # type: ignore[index]
 
 
 def test_traces_and_observers_see_the_backend() -> None:
@@ -270,7 +272,7 @@ def test_fast_path_loads_only_for_its_build() -> None:
 def another_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import the fast path in a process with another torch than the one of the build."""
     info = native.build_info() or {}
-    before = {name: getattr(fast_path, name) for name in fast_path.ENTRIES}
+    before = {name: getattr(fast_path.entries, name) for name in fast_path.ENTRIES}
     monkeypatch.setattr(
         native,
         "build_info",
@@ -281,7 +283,7 @@ def another_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.undo()
     fast_path.why_not.cache_clear()
     assert fast_path.why_not() is None and before == {
-        name: getattr(fast_path, name) for name in fast_path.ENTRIES
+        name: getattr(fast_path.entries, name) for name in fast_path.ENTRIES
     }
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import preference, verification, verification_file, verified
-from pytransformer.ops._core.preference import Cell, Entry
+from pytransformer.ops._core import dispatch, verification
+from pytransformer.ops._core.dispatch import Cell, Entry
 from pytransformer.ops._core.registry import BACKENDS, OPS
 from pytransformer.testing.cases import cases
 
@@ -33,10 +33,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Imitate an H100 for the selection, without the user's results file."""
     monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(verification_file, "load", lambda device: None)
-    monkeypatch.setattr(verified, "sources", current_sources)
-    version = verified.table()["sm_90"]["triton"]["triton"]
-    monkeypatch.setattr(verification_file, "triton_version", lambda: version)
+    monkeypatch.setattr(verification, "load_file", lambda device: None)
+    monkeypatch.setattr(verification, "kernel_sources", current_sources)
+    version = verification.shipped()["sm_90"]["triton"]["triton"]
+    monkeypatch.setattr(verification, "triton_version", lambda: version)
     forget()
     yield monkeypatch
     monkeypatch.undo()
@@ -45,17 +45,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def forget() -> None:
     verification.forget()
-    preference.arch_of.cache_clear()
+    dispatch.arch_of.cache_clear()
 
 
 def current_sources(backend: str) -> dict[str, str]:
-    families = verified.table()["sm_90"][backend]["families"]
+    families = verification.shipped()["sm_90"][backend]["families"]
     return {family: result["sources"] for family, result in families.items()}
 
 
 def shipped() -> set[str]:
     """Return the op families whose CUDA kernels have a shipped result on an H100."""
-    return set(verified.table()["sm_90"]["cuda"]["families"])
+    return set(verification.shipped()["sm_90"]["cuda"]["families"])
 
 
 def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
@@ -63,13 +63,13 @@ def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
     op, dtype = OPS[cell.op], getattr(torch, cell.dtype)
     size = verification.size_class([torch.empty(1, cell.size, device="meta")])
     how, version = verification.mode(), verification.version[0]
-    return preference._gpu_order(
+    return dispatch._gpu_order(
         cell.op, op.family, tuple(op.backends), GPU, dtype, size, cell, deterministic, how, version
     )
 
 
 def test_table_equals_the_committed_results(tool: dict[str, Any]) -> None:
-    assert preference.TABLE.read_text() == tool["text"]()
+    assert dispatch.PREFERENCES.read_text() == tool["text"]()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -150,7 +150,7 @@ def test_h100_needs_no_check_of_shipped_cuda_kernels(gpu: pytest.MonkeyPatch) ->
 def test_unverified_backends_come_last_but_before_the_reference(gpu: pytest.MonkeyPatch) -> None:
     cell = Cell("layer_norm", "fwd", "bfloat16", "", 4096, 16384)
     assert [name for name, _ in order(cell)] == ["triton", "cuda", "cpu", "reference"]
-    gpu.setattr(verification_file, "triton_version", lambda: "another")
+    gpu.setattr(verification, "triton_version", lambda: "another")
     verification.forget()
     assert [name for name, _ in order(cell)] == ["cuda", "triton", "cpu", "reference"]
     float64 = replace(cell, dtype="float64")  # none has a shipped result: each would be checked
@@ -165,11 +165,11 @@ def test_every_case_lists_every_backend_once(gpu: pytest.MonkeyPatch) -> None:
         op = OPS[case.op]
         a = op.prepare(*args, **kwargs)[0]
         for direction in ("fwd", "bwd"):
-            cell = preference.cell_of(op, a, direction)
+            cell = dispatch.cell_of(op, a, direction)
             plain = [name for name, kernel in order(cell) if kernel is None]
             assert sorted(plain) == sorted(op.backends) and plain[-1] == "reference"
             kinds.add(cell.kind)
-    grouped = {kind for group in preference.GROUPS for kind in group}
+    grouped = {kind for group in dispatch.GROUPS for kind in group}
     assert kinds - {""} <= grouped and len(kinds) > 8
 
 
@@ -190,15 +190,15 @@ def test_nearest_row_decides(gpu: pytest.MonkeyPatch) -> None:
         order(replace(cell, length=128), False)[0][0] == "cuda"
     )  # too short to hide the host's time
     assert order(replace(cell, op="attention_varlen", kind="packed"))[0][0] == "cuda"
-    assert preference.measured("sm_120", cell, "attention", True)[0] == ("cuda", None)
-    assert preference.measured("sm_80", replace(cell, op="no op"), "no op", True) == []
+    assert dispatch.measured("sm_120", cell, "attention", True)[0] == ("cuda", None)
+    assert dispatch.measured("sm_80", replace(cell, op="no op"), "no op", True) == []
 
 
 def test_times_within_the_margin_keep_the_order() -> None:
     cell = Cell("attention", "fwd", "bfloat16", "full", 64, 4096)
 
     def names(**times: float) -> list[str]:
-        row = preference.Row(cell, {(name, None): ms for name, ms in times.items()})
+        row = dispatch.Row(cell, {(name, None): ms for name, ms in times.items()})
         return [name for name, _ in row.order()]
 
     assert names(triton=1.0, cuda=1.02) == ["cuda", "triton"]
@@ -210,10 +210,8 @@ def test_entries_need_the_kernel_that_would_run(monkeypatch: pytest.MonkeyPatch)
     """An entry for one of PyTorch's kernels is skipped if PyTorch would run another."""
     op, q = OPS["attention"], torch.randn(1, 2, 8, 16)
     entries = [("torch", "cudnn"), ("cpu", None), ("torch", None), ("reference", None)]
-    monkeypatch.setattr(preference, "cpu_order", lambda *_: [])
-    from pytransformer.ops._core import registry
-
-    monkeypatch.setattr(registry, "ordered", lambda *_: entries)
+    monkeypatch.setattr(dispatch, "cpu_order", lambda *_: [])
+    monkeypatch.setattr("pytransformer.ops._core.op.ordered", lambda *_: entries)
     a = op.prepare(q, q, q)[0]
     assert op.select(a).name == "cpu"
     entries[0] = ("torch", None)
@@ -223,5 +221,5 @@ def test_entries_need_the_kernel_that_would_run(monkeypatch: pytest.MonkeyPatch)
 def test_cpu_order_is_the_order_of_the_backends() -> None:
     q = torch.randn(1, 2, 8, 16)
     assert list(BACKENDS) == ["cuda", "triton", "cpu", "torch", "reference"]
-    assert preference.cpu_order(OPS["attention"]) == list(OPS["attention"].backends)
+    assert dispatch.cpu_order(OPS["attention"]) == list(OPS["attention"].backends)
     assert pt.explain("attention", q, q, q).backend == "cpu"

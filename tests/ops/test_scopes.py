@@ -15,9 +15,15 @@ import torch
 
 import pytransformer as pt
 from pytransformer import drop_in
-from pytransformer.ops._core.choice import carried, forced_backend, forcing, open_blocks
-from pytransformer.ops._core.choice import record as record_op
-from pytransformer.ops._core.registry import observing, trace
+from pytransformer.ops._core.registry import (
+    carried,
+    forced_backend,
+    forcing,
+    observing,
+    open_blocks,
+    trace,
+)
+from pytransformer.ops._core.registry import record as record_op
 
 pytestmark = pytest.mark.unpoisoned
 BACKENDS = ("cpu", "reference")

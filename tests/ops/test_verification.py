@@ -17,15 +17,8 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import (
-    checking,
-    deadline,
-    fast_path,
-    verification,
-    verification_file,
-    verified,
-)
-from pytransformer.ops._core.deadline import Deadline, Stopwatch
+from pytransformer.ops._core import checking, fast_path, verification
+from pytransformer.ops._core.checking import Deadline, Stopwatch
 from pytransformer.ops._core.registry import OPS
 from support.planted_backend import BACKEND, FAULTS, check_told_once, inputs, planted
 from support.verification_support import CPU, backend_of, cache, line, write
@@ -148,7 +141,7 @@ def test_check_happens_once_per_node_and_size(checks: list[Any]) -> None:
 def test_no_cache_directory_means_one_check_per_process(
     checks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification_file, "cache_folder", lambda: None)
+    monkeypatch.setattr(verification, "cache_folder", lambda: None)
     assert ask() is None and ask(dtype=torch.bfloat16) is None and ask() is None
     assert len(checks) == 2
 
@@ -177,7 +170,7 @@ def test_other_local_ranks_wait_for_rank_0(
     verification.forget()
     monkeypatch.setattr(verification, "CHECK_SECONDS", 30.0)
     found = line("right", backend="triton")
-    timer = threading.Timer(0.5, verification_file.add_checks, (CPU, [found]))
+    timer = threading.Timer(0.5, verification.add_checks, (CPU, [found]))
     timer.start()
     assert ask() is None and not checks
     timer.join()
@@ -187,12 +180,12 @@ def test_other_local_ranks_wait_for_rank_0(
 
 def test_processes_of_a_node_check_one_at_a_time(checks: list[Any]) -> None:
     """The process that gets the lock second reads the first one's result."""
-    with verification_file.locked("check", 1) as held:
+    with verification.locked("check", 1) as held:
         assert held
         found: list[str | None] = []
         waiter = threading.Thread(target=lambda: found.append(ask()))
         waiter.start()
-        verification_file.add_checks(CPU, [line("right", backend="triton")])
+        verification.add_checks(CPU, [line("right", backend="triton")])
     waiter.join(timeout=30)
     assert found == [None] and not checks
 
@@ -205,23 +198,23 @@ def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> 
     gpu = torch.device("cuda", 0)
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability[0])
-    entry = verified.table()["sm_90"]
+    entry = verification.shipped()["sm_90"]
     digests = {n: {s: f["sources"] for s, f in e["families"].items()} for n, e in entry.items()}
-    monkeypatch.setattr(verified, "sources", lambda backend: digests[backend])
-    monkeypatch.setattr(verification_file, "triton_version", lambda: entry["triton"]["triton"])
-    names = verified.names(gpu)
+    monkeypatch.setattr(verification, "kernel_sources", lambda backend: digests[backend])
+    monkeypatch.setattr(verification, "triton_version", lambda: entry["triton"]["triton"])
+    names = verification.shipped_names(gpu)
     assert {("attention", "cuda", "bfloat16"), ("layer_norm", "triton", "float16")} <= set(names)
     listed = entry["cuda"]["families"]
     assert {op for op, backend, _ in names if backend == "cuda"} == {
         name for name, op in OPS.items() if op.family in listed
     }
-    monkeypatch.setattr(verification_file, "triton_version", lambda: "9.9")
-    assert {backend for _, backend, _ in verified.names(gpu)} == {"cuda"}
+    monkeypatch.setattr(verification, "triton_version", lambda: "9.9")
+    assert {backend for _, backend, _ in verification.shipped_names(gpu)} == {"cuda"}
     digests["cuda"] |= {"attention": "another"}
-    left = {op for op, *_ in verified.names(gpu)}
+    left = {op for op, *_ in verification.shipped_names(gpu)}
     assert "layer_norm" in left and not left & {"attention", "attention_varlen"}
     capability[0] = (8, 0)
-    assert verified.names(gpu) == [] == verified.names(CPU)
+    assert verification.shipped_names(gpu) == [] == verification.shipped_names(CPU)
 
 
 def test_shipped_results_match_the_sources(tmp_path: Path) -> None:
@@ -230,11 +223,11 @@ def test_shipped_results_match_the_sources(tmp_path: Path) -> None:
     bench/tools/verified.py lists them and carries a result over or drops it.
     """
     tool = runpy.run_path(str(ROOT / "bench" / "tools" / "verified.py"))
-    assert tool["stale"](verified.table()) == []
+    assert tool["stale"](verification.shipped()) == []
     for part in ("csrc/cuda", "csrc/common", "kernels"):
         shutil.copytree(ROOT / part, tmp_path / part)
     shutil.copy(ROOT / "csrc" / "interface.py", tmp_path / "csrc")
-    assert tool["stale"](verified.table(), tmp_path) == []
+    assert tool["stale"](verification.shipped(), tmp_path) == []
     changed = {
         "csrc/cuda/attention/sm90/fwd.cuh": {("cuda", "attention")},
         "csrc/cuda/layer_norm/fwd.cuh": {("cuda", "layer_norm"), ("cuda", "rotary")},
@@ -243,15 +236,15 @@ def test_shipped_results_match_the_sources(tmp_path: Path) -> None:
     for name, stale in changed.items():
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text + "\n")
-        assert {pair[1:] for pair in tool["stale"](verified.table(), tmp_path)} == stale, name
+        assert {pair[1:] for pair in tool["stale"](verification.shipped(), tmp_path)} == stale, name
         (tmp_path / name).write_text(text)
     (tmp_path / "csrc" / "cuda" / "launch.cuh").write_text("// another\n")
     stale = {
         family
-        for _, backend, family in tool["stale"](verified.table(), tmp_path)
+        for _, backend, family in tool["stale"](verification.shipped(), tmp_path)
         if backend == "cuda"
     }
-    assert stale == set(verified.table()["sm_90"]["cuda"]["families"])
+    assert stale == set(verification.shipped()["sm_90"]["cuda"]["families"])
 
 
 # ---- the child process
@@ -262,7 +255,7 @@ def test_time_limits_stretch_on_a_slow_machine_unless_exact(
 ) -> None:
     now, slow = 0.0, 1.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(deadline, "loop_time", lambda: slow * deadline.NOMINAL)
+    monkeypatch.setattr(checking, "loop_time", lambda: slow * checking.NOMINAL)
     exact, limits = Deadline(100, Stopwatch(exact=True)), [Deadline(100), Deadline(2)]
     now = 50.0
     assert [limit.left() for limit in (exact, *limits)] == [50, 50, 0]
@@ -273,7 +266,7 @@ def test_time_limits_stretch_on_a_slow_machine_unless_exact(
     now = 120.0
     assert [limit.left() for limit in (exact, *limits)] == [0, 10, 0]
     slow = 1e3  # a hang must end
-    now += 10 * deadline.MOST - 1e-6
+    now += 10 * checking.MOST - 1e-6
     assert limits[0].left() == pytest.approx(0, abs=1e-6) and limits[0].left() > 0
     now += 1e-3
     assert limits[0].left() == 0 == limits[0].left()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import pytransformer as pt
-from pytransformer.ops._core import fast_path, verification, verification_file
+from pytransformer.ops._core import fast_path, verification
 from pytransformer.testing import bounds
 from support.planted_backend import inputs
 from support.verification_support import CPU, backend_of, cache, line, write
@@ -82,7 +82,7 @@ def damages(content: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
     yield "binary", bytes(range(256))
     digits = b"9" * 6000
     yield "huge number", b'{"schema": 2, "key": {}, "checks": [], "x": ' + digits + b"}"
-    yield "too large", b" " * (verification_file.MAX_BYTES + 1)
+    yield "too large", b" " * (verification.MAX_BYTES + 1)
 
 
 def test_damaged_files_break_no_call(cache: Path) -> None:
@@ -94,7 +94,7 @@ def test_damaged_files_break_no_call(cache: Path) -> None:
     count, warned = 0, 0
     for name, damaged in damages(content):
         path.write_bytes(damaged)
-        verification_file._warned.clear()
+        verification._warned.clear()
         verification.forget()
         with warnings.catch_warnings(record=True) as output, fast_path.off():
             warnings.simplefilter("always")
@@ -140,9 +140,9 @@ def test_no_home_means_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")
     verification.forget()
-    assert verification_file.cache_folder() is None and verification_file.load(CPU) is None
-    verification_file.add_checks(CPU, [line("wrong")])
-    with verification_file.locked("check", 0.1) as held:
+    assert verification.cache_folder() is None and verification.load_file(CPU) is None
+    verification.add_checks(CPU, [line("wrong")])
+    with verification.locked("check", 0.1) as held:
         assert not held
     assert backend_of() == "cpu"
     verification.forget()
@@ -150,7 +150,7 @@ def test_no_home_means_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WRITER = """
 import sys, torch
-from pytransformer.ops._core import verification_file as f
+from pytransformer.ops._core import verification as f
 for n in range(20):
     line = {"op": "attention", "backend": "cpu", "dtype": "float32", "case": f"{sys.argv[1]} {n}"}
     f.add_checks(torch.device("cpu"), [line | {"size": 64, "outcome": "right", "detail": None}])
@@ -163,7 +163,7 @@ def test_concurrent_writers_lose_no_checks(cache: Path) -> None:
     command = [sys.executable, "-c", WRITER]
     writers = [subprocess.Popen([*command, str(n)], env=dict(os.environ)) for n in range(2)]
     assert [writer.wait(timeout=120) for writer in writers] == [0] * 2
-    content = verification_file.load(CPU)
+    content = verification.load_file(CPU)
     assert content is not None and len(content["checks"]) == 40
     assert not list(cache.glob("*.tmp"))
 
@@ -172,5 +172,5 @@ def test_failed_writes_leave_no_file(cache: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("replace", "fdopen"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
-            assert verification_file.update(CPU, lambda _: {"checks": []}) is None
+            assert verification.update_file(CPU, lambda _: {"checks": []}) is None
         assert not list(cache.glob("*.tmp"))

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import fallbacks as _fallbacks
+from pytransformer.ops._core import dispatch as _fallbacks
 from pytransformer.ops._core import fast_path, native
-from pytransformer.ops._core.fallbacks import NotLaunched
+from pytransformer.ops._core.dispatch import NotLaunched
 from pytransformer.ops._core.registry import OPS
 from support.way_down import WAYS, attention, check, failing, preferred
 
@@ -31,11 +31,8 @@ BEFORE = {
 def plant(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     op = OPS["attention"]
     fail = failing(lambda: error)
-    monkeypatch.setitem(
-        op.backends,
-        "cpu",
-        dataclasses.replace(op.backends["cpu"], forward=fail, infer=fail, backward=fail),
-    )
+    cpu = dataclasses.replace(op.backends["cpu"], forward=fail, infer=fail, backward=fail)
+    monkeypatch.setattr(op, "backends", {**op.backends, "cpu": cpu})
 
 
 @pytest.mark.parametrize("way", WAYS)

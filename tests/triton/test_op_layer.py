@@ -88,11 +88,11 @@ def test_opcheck_of_the_raw_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     op = OPS[name]
     backend, given = op.backends["triton"], []
     spy = dataclasses.replace(backend, forward=lambda a: (given.append(a), backend.forward(a))[1])
-    monkeypatch.setitem(op.backends, "triton", spy)
+    monkeypatch.setattr(op, "backends", {**op.backends, "triton": spy})
     _run(
         name, _leaves(name), **({"dropout_p": 0.5, "dropout_seed": 3} if CALLS[name].drops else {})
     )
-    monkeypatch.setitem(op.backends, "triton", backend)
+    monkeypatch.setattr(op, "backends", {**op.backends, "triton": backend})
     a = [t.detach() if isinstance(t, torch.Tensor) else t for t in given[0]]
     torch.library.opcheck(op.fwd, (*a, "triton", True))
     outputs = dict(zip(op.outputs, op.fwd(*a, "triton", True)))

@@ -114,19 +114,19 @@ def _recording(op: str, backend: str, recorder: _Recorder) -> Iterator[None]:
 
         return function and recorded
 
-    backends = OPS[op].backends
-    declared = backends[backend]
-    backends[backend] = replace(
+    saved, declared = OPS[op].backends, OPS[op].backends[backend]
+    watched = replace(
         declared,
         forward=under(declared.forward),
         backward=under(declared.backward),
         infer=under(declared.infer),
         recorded=None,
     )
+    OPS[op].backends = {**saved, backend: watched}
     try:
         yield
     finally:
-        backends[backend] = declared
+        OPS[op].backends = saved
 
 
 def native_calls(op: str, backend: str, call: Callable[[], object]) -> list[partial[object]]:

@@ -24,11 +24,11 @@ import torch
 from pytransformer.cli import OK, WRONG, UsageError, machine
 from pytransformer.cli.verify import plan
 from pytransformer.console import Console
-from pytransformer.ops._core import checking, verification, verification_file
-from pytransformer.ops._core.deadline import Deadline, Stopwatch
+from pytransformer.ops._core import checking, verification
+from pytransformer.ops._core.checking import Deadline, Stopwatch
 from pytransformer.ops._core.registry import BACKENDS, OPS
 
-DEVICE_SECONDS = 120.0  # for an idle machine of nominal speed: see deadline.py
+DEVICE_SECONDS = 120.0  # for an idle machine of nominal speed: see checking.py
 JOB_SECONDS = 30.0  # one or two kernel compilations and a small problem
 CHECKS_SHARE = 0.75  # share of the time; the rest is for timing
 CORES_A_PROCESS = 4
@@ -123,7 +123,7 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float | Non
         Deadline(seconds or DEVICE_SECONDS, Stopwatch(exact=seconds is not None)),
     )
     all_jobs = {b: plan.checks(b, kind, ops) for b in backends if plan.is_for(b, kind)}
-    kept, jobs = plan.continued(verification_file.load(device), all_jobs)
+    kept, jobs = plan.continued(verification.load_file(device), all_jobs)
     checks = kept + [plan.checked(line) for line in _checked(kind, jobs, until)]
     timing = plan.timings(checks, kind, ops)
     times = checking.run_jobs(timing, seconds=JOB_SECONDS, until=until) if timing else []
@@ -136,10 +136,10 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float | Non
         results["seconds"] = round(time.monotonic() - began, 1)
         return results
 
-    path = verification_file.update(device, change)
+    path = verification.update_file(device, change)
     verification.forget()
     where = None if path is None else str(path)
-    return {"key": verification_file.key(device), "path": where, **results}
+    return {"key": verification.file_key(device), "path": where, **results}
 
 
 def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Line]:

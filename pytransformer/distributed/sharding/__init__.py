@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...ops._core.registry import Op
+from ...ops._core.op import Op
 from . import attention, cross_entropy, feed_forward, layer_norm, rotary
 from .call import Rule, run_split
 from .ways import WHOLE as WHOLE

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from ...ops._core.registry import Op
+from ...ops._core.op import Op
 from .ways import Start, Way, mesh_of, starts_of, ways_of
 
 Rule = Callable[[Any], Sequence[Way]]

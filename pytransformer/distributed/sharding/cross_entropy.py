@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ...ops._core.registry import Op
+from ...ops._core.op import Op
 from ...ops._core.tensors import looks_at_values
 from ...ops._problem.cross_entropy import weight_of_targets
 from ...ops.cross_entropy import check_values

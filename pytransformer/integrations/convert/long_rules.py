@@ -23,10 +23,10 @@ import torch
 
 from ...nn.patterns import Pattern
 from ...ops._block_lists import band, counts, evaluate
-from ...ops._core.options import MaskAndBias
 from ...ops._problem.blocks import SIZES
 from ...ops.attention import attention
 from ...ops.block_mask import BlockMask
+from ...ops.options import MaskAndBias
 from .hugging_face_rules import _rule
 from .modules import droppable, probability
 from .rules import Converted, Rule, find_rule, update_cache

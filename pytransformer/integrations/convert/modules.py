@@ -14,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ...ops import feed_forward as ff
 from ...ops import layer_norm as norms
-from ...ops._core.options import ActivationName
+from ...ops.options import ActivationName
 from . import code
 from .rules import find_rule, library, original_class
 

@@ -14,11 +14,11 @@ import torch
 from transformers.utils import output_capturing
 from typing_extensions import Unpack
 
-from ...ops._core.options import Alignment, MaskAndBias, PackedOptions
 from ...ops.attention import attention
 from ...ops.attention_varlen import attention_varlen
 from ...ops.attention_weights import attention_weights
 from ...ops.masks import RelativePositionBias, buckets_of
+from ...ops.options import Alignment, MaskAndBias, PackedOptions
 from .keywords import gate_of_sinks, refuse_unknown, selected, sinks_of
 from .mask import Mask, Packed
 from .models import described

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers import masking_utils as masking
 
-from ...ops._core.options import Alignment
+from ...ops.options import Alignment
 from .models import described
 from .packing import sequence_bounds
 

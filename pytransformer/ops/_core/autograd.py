@@ -18,11 +18,10 @@ import torch
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-from .choice import carried, open_blocks
-from .table import OPS
+from .registry import OPS, carried, open_blocks
 
 if TYPE_CHECKING:
-    from .registry import Op
+    from .op import Op
 
 
 def transforming() -> bool:

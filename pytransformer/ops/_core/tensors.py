@@ -364,3 +364,15 @@ def _whole_sums(device: torch.device) -> Iterator[None]:
     finally:
         for name, value in changed.items():
             setattr(flags, name, value)
+
+
+def is_sharded(inputs: Sequence[Any]) -> bool:
+    """Return true if an input is a DTensor; none exists before its module is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(value, module.DTensor) for value in inputs)
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor as a plain tensor with all its shards."""
+    full: torch.Tensor = t.full_tensor() if is_sharded((t,)) else t  # type: ignore[attr-defined]
+    return full

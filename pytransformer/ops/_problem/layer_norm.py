@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .._core.registry import Op
+from .._core.op import Op
 
 Maybe = TypeVar("Maybe", torch.Tensor, torch.Tensor | None)
 

@@ -21,7 +21,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from pytransformer.ops._core.registry import OPS, Backend, Op
+from pytransformer.ops._core.op import Op
+from pytransformer.ops._core.registry import OPS, Backend
 
 Outputs = tuple[Tensor, ...]
 Forward = Callable[[Any], Outputs]
@@ -157,9 +158,10 @@ def mutant_backends(
         n: (f, lambda a, grads: (a, grads)) for n, f in faults.items()
     }
     wrong |= {n: (FAITHFUL, f) for n, f in backward_faults.items()}
-    saved = {op: dict(OPS[op].backends) for op in ops}
+    saved = {op: OPS[op].backends for op in ops}
     for op in ops:
-        OPS[op].backends.update({n: _backend(op, n, *pair) for n, pair in wrong.items()})
+        mutants = {n: _backend(op, n, *pair) for n, pair in wrong.items()}
+        OPS[op].backends = {**saved[op], **mutants}
     try:
         yield list(wrong)
     finally:

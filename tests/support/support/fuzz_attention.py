@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytransformer.ops._core.fallbacks import BackendError
+from pytransformer.ops._core.dispatch import BackendError
 from pytransformer.reference.eight_bit import dequantize_kv, quantize_kv
 from pytransformer.testing import bounds, oracle
 from pytransformer.testing.exact_attention import eight_bit_floor

@@ -45,7 +45,7 @@ def taken_by(op: str, *args: Any, **kwargs: Any) -> bool:
     """Return True if the C++ fast path handles this call of ``pt.<op>``."""
     call = inspect.signature(getattr(pt, op)).bind(*args, **kwargs)
     call.apply_defaults()
-    return getattr(fast_path, op)(*call.arguments.values()) is not NotImplemented
+    return getattr(fast_path.entries, op)(*call.arguments.values()) is not NotImplemented
 
 
 taken = functools.partial(taken_by, "attention")
@@ -65,12 +65,12 @@ def counting() -> Iterator[Counter[tuple[str, bool]]]:
 
         return ask
 
-    before = {name: getattr(fast_path, name) for name in fast_path.ENTRIES}
-    vars(fast_path).update({name: counted(name, entry) for name, entry in before.items()})
+    before = {name: getattr(fast_path.entries, name) for name in fast_path.ENTRIES}
+    vars(fast_path.entries).update({name: counted(name, entry) for name, entry in before.items()})
     try:
         yield counts
     finally:
-        vars(fast_path).update(before)
+        vars(fast_path.entries).update(before)
 
 
 def bits(t: Tensor) -> Tensor:

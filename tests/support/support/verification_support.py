@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import verification, verification_file
+from pytransformer.ops._core import verification
 from pytransformer.ops._core.registry import trace
 
 CPU = torch.device("cpu")
 
 
 def write(folder: Path, checks: list[dict[str, Any]], **more: Any) -> Path:
-    path = verification_file.update(CPU, lambda _: {"checks": checks, **more})
+    path = verification.update_file(CPU, lambda _: {"checks": checks, **more})
     assert path is not None and path.parent == folder
     verification.forget()
     verification.prepare_cpu()  # in a new process the fast path does it at its first call

@@ -29,7 +29,7 @@ from launches import DRAWN, DTYPES, FUSED, SEED, differentiated, run_random, sma
 import pytransformer as pt
 from pytransformer.kernels import _launch
 from pytransformer.ops._core import fast_path
-from pytransformer.ops._core.registry import Op
+from pytransformer.ops._core.op import Op
 from pytransformer.testing.cases import cases, leaves
 
 Arrived = list[tuple[Any, ...]]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..._core import native
-from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._core.op import Op
+from ..._core.registry import WRONG_DEVICE, Backend
 from ..._core.tensors import last_contiguous
 from ..._problem.attention import AttentionProblem, bind
 from ...masks import bucket_starts

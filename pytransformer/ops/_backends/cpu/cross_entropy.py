@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..._core import native
-from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._core.op import Op
+from ..._core.registry import WRONG_DEVICE, Backend
 from ..._problem.cross_entropy import reduced_z_loss, row_factors, weight_of_targets
 
 

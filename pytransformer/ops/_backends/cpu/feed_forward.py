@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..._core import native
-from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._core.op import Op
+from ..._core.registry import WRONG_DEVICE, Backend
 
 # backward reuses scratch up to this size in the next call: fresh pages took 6 to 20 % of the time
 HELD_BYTES = 64 << 20

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..._core import native
-from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._core.op import Op
+from ..._core.registry import WRONG_DEVICE, Backend
 from ..._core.tensors import empty_in_order
 from ..._problem.layer_norm import (
     NORM_SPECS,

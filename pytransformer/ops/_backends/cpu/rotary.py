@@ -13,7 +13,8 @@ import torch
 
 from ....reference.rotary import write_rows
 from ..._core import native
-from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._core.op import Op
+from ..._core.registry import WRONG_DEVICE, Backend
 from ..._core.tensors import looks_at_values
 from ..._problem.rotary import check_positions, plain, rows, work_dtype
 

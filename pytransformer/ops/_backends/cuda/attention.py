@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend
 from ..._core.tensors import last_contiguous
 from ..._problem.attention import BLOCKS, LISTING, AttentionProblem, Listing, bind
 from ...masks import bucket_row

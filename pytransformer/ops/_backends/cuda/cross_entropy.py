@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend
 from ..._core.tensors import as_written, matrix
 from ..._problem.cross_entropy import chunks, float_gemm, target_weights
 from ..gpu import cross_entropy as gpu

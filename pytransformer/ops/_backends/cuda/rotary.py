@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend
 from ..._core.tensors import last_contiguous
 from ..gpu import rotary as gpu
 from ..gpu.rotary import flat

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..._core.registry import Op
+from ..._core.op import Op
 from ..._core.tensors import looks_at_values
 from ..._problem.attention import AttentionProblem
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._core.backend import Recorded
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend, Recorded
 from ..._core.tensors import as_written, looks_at_values
 from ..._problem.cross_entropy import reduced_z_loss, row_factors, weight_of_targets
 

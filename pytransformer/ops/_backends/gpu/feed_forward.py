@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..._core.backend import Recorded
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend, Recorded
 from ..._core.tensors import as_written, matrix
 
 Tensors = Sequence[torch.Tensor | None]

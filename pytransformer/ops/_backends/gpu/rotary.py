@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..._core.backend import Recorded
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend, Recorded
 from ..._core.tensors import looks_at_values
 from ..._problem.rotary import check_positions, rows
 

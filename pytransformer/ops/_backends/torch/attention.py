@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
 from ....reference.attention import PADDED_ONLY
-from ..._core.fallbacks import NotLaunched
-from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._core.dispatch import NotLaunched
+from ..._core.op import Op
+from ..._core.registry import WRONG_DEVICE, Backend
 from ..._core.tensors import as_written, last_contiguous
 from .lowering import Lowered, equal_widths, lower, why_not_lowered
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import pad
 
 from ....reference.attention import additive_terms, visible_parts
-from ..._core.fallbacks import NotLaunched
+from ..._core.dispatch import NotLaunched
 from ..._core.tensors import last_contiguous
 from ..._problem.attention import compact
 

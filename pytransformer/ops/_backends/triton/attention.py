@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend
 from ..._core.tensors import last_contiguous
 from ..._problem.attention import AttentionProblem
 from ..gpu.attention import gradients, outputs, why_not_sizes

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend
 from ..gpu import cross_entropy as gpu
 from . import availability
 

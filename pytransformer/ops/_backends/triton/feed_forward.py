@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..._core.registry import Backend, Op
+from ..._core.op import Op
+from ..._core.registry import Backend
 from ..._core.tensors import matrix
 from ..gpu import feed_forward as gpu
 from . import availability

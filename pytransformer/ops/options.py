@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 import torch
 
 if TYPE_CHECKING:
-    from ..block_mask import BlockMask
+    from .block_mask import BlockMask
 
-from ..masks import AlibiBias, RelativePositionBias
+from .masks import AlibiBias, RelativePositionBias
 
 Alignment = Literal["top_left", "bottom_right"]
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]
