@@ -119,6 +119,7 @@ def overhead(made: Callable[..., Any]) -> dict[str, Any]:
         ),
         "decode, lengths": _decode(made),
         "decode, pages": _decode(made, page_size=4),
+        "varlen, pages": _varlen_pages(made),
     }
 
 
@@ -164,6 +165,27 @@ def _varlen(made: Callable[..., Any]) -> Any:
     ours = lambda q, k, v: pt.attention_varlen(q, k, v, offsets, offsets, 8, 8)
     theirs = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)
     return made([q, k, v], ours, theirs, [padded, padded.clone(), padded.clone()])
+
+
+def _varlen_pages(made: Callable[..., Any]) -> Any:
+    """Compare a chunk of 5 tokens and one new token over pages with padded rows in PyTorch.
+
+    PyTorch gathers the pages and gets a mask for the lengths.
+    """
+    lengths, queries = torch.tensor([16, 9]), torch.randn(6, 2, 16)
+    pages, table = torch.randn(2, 8, 2, 4, 16).unbind(), torch.randperm(8).view(2, 4).int()
+    offsets = torch.tensor([0, 5, 6], dtype=torch.int32)
+    mask = (torch.arange(16) < lengths[:, None])[:, None, None]
+    options: dict[str, Any] = {
+        "page_table": table,
+        "key_lengths": lengths,
+        "causal": "bottom_right",
+    }
+    gathered = lambda pool: pool[table].transpose(1, 2).flatten(2, 3)
+    ours = lambda q, k, v: pt.attention_varlen(q, k, v, offsets, None, 5, None, **options)
+    theirs = lambda q, k, v: F.scaled_dot_product_attention(q, gathered(k), gathered(v), mask)
+    return made([queries, *pages], ours, theirs, [torch.randn(2, 2, 5, 16), *pages],
+        forward_only=True)  # fmt: skip
 
 
 def _decode(made: Callable[..., Any], page_size: int | None = None) -> Any:

@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <tuple>
@@ -112,12 +113,12 @@ variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, cons
 
 template <class W>
 variable_list AttentionOp<W>::tensors(const Inputs& t) {
-  if constexpr (W::kDim == 3)
-    return {t[W::kQuery],  t[W::kKey],   t[W::kValue], t[W::kCuQ], t[W::kCuK],
-            t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
   variable_list all(t.begin(), t.begin() + W::kSeed + 1);
-  all.resize(all.size() + kBlockMask);
-  all.push_back(pick<W::kPageTable>(t));
+  if constexpr (W::kDim == 3)
+    all = {t[W::kQuery],  t[W::kKey],   t[W::kValue], t[W::kCuQ],  t[W::kCuK],
+           t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed], t[W::kKeyLengths]};
+  else all.resize(all.size() + kBlockMask);
+  all.push_back(t[W::kPageTable]);
   all.resize(all.size() + kScales);
   return all;
 }
@@ -140,7 +141,8 @@ py::tuple AttentionOp<W>::others(const Numbers& n) {
 template <class W>
 bool AttentionOp<W>::complete(Inputs& t, Numbers& n) {
   const Tensor& query = t[W::kQuery];
-  if (query.dim() != W::kDim || t[W::kKey].dim() != W::kDim || t[W::kValue].dim() != W::kDim ||
+  const int64_t key_dim = t[W::kPageTable].defined() ? 4 : W::kDim;
+  if (query.dim() != W::kDim || t[W::kKey].dim() != key_dim || t[W::kValue].dim() != key_dim ||
       query.size(-1) == 0)
     return false;
   if constexpr (W::kDim == 4)
@@ -224,16 +226,28 @@ void read_positions(Reader& read, PyObject* const* a, AttentionNumbers& n) {
 
 // Read a page table, like check_pages of ops/_attention_arguments.py, which refuses a call with
 // gradients.
-void read_pages(Reader& read, PyObject* o, Attention::Inputs& t) {
-  using A = Attention;
+template <class A>
+void read_pages(Reader& read, PyObject* o, typename A::Inputs& t) {
   if (o == Py_None) return;
   Tensor& table = t[A::kPageTable] = read.tensor(o);
   read.require(read && (table.scalar_type() == at::kInt || table.scalar_type() == at::kLong) &&
-               table.dim() == 2 && t[A::kQuery].dim() == 4);
-  read.require(read && table.size(0) == t[A::kQuery].size(0) && t[A::kKeyLengths].defined() &&
-               t[A::kKey].dim() == 4);
+               table.dim() == 2 && t[A::kQuery].dim() == A::kDim && t[A::kKey].dim() == 4);
+  if (!read) return;
+  const Tensor& cu_q = pick<A::kCuQ>(t);
+  const int64_t batch = cu_q.defined() ? cu_q.numel() - 1 : t[A::kQuery].size(0);
+  read.require(table.size(0) == batch && t[A::kKeyLengths].defined());
   read.require(read && t[A::kKey].size(2) > 0 && !needs_gradient({t.data(), A::kDifferentiable}));
   if (read) table = table.contiguous();
+}
+
+// Read max_seqlen_k: with pages at most, and by default, the keys of a row of the table.
+int64_t max_keys(Reader& read, PyObject* o, const AttentionVarlen::Inputs& t) {
+  using A = AttentionVarlen;
+  const bool paged = t[A::kPageTable].defined();
+  const int64_t given =
+      paged && o == Py_None ? std::numeric_limits<int64_t>::max() : read.natural(o);
+  if (!read || !paged) return given;
+  return std::min(given, t[A::kPageTable].size(1) * t[A::kKey].size(2));
 }
 
 // Read the last eight arguments of both ops, from softcap to strict.
@@ -266,7 +280,7 @@ FAST_PATH_ENTRY(attention) {
   if (THPVariable_Check(a[15])) t[A::kBias] = read.tensor(a[15]);
   else read_bias<A>(read, a[15], t, n);
   t[A::kSinks] = read.tensor_or_none(a[16]);
-  read_pages(read, a[12], t);
+  read_pages<A>(read, a[12], t);
   return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS
 }
@@ -274,16 +288,20 @@ FAST_PATH_ENTRY(attention) {
 FAST_PATH_ENTRY(attention_varlen) {
   HANDLE_TH_ERRORS
   using A = AttentionVarlen;
-  if (count != 20 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  const bool eight_bits = count == 24 && (a[12] != Py_None || a[13] != Py_None);
+  if (count != 24 || eight_bits || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};
   t[A::kCuQ] = read.integers_or_none(a[3]), t[A::kCuK] = read.integers_or_none(a[4]);
-  read.require(a[3] != Py_None && a[4] != Py_None);
-  n.max_q = read.natural(a[5]), n.max_k = read.natural(a[6]);
+  t[A::kKeyLengths] = read.integers_or_none(a[10]);
+  const bool paged = a[11] != Py_None;  // key lengths then stand in for offsets
+  read.require(a[3] != Py_None && (a[4] == Py_None) == paged && (a[10] != Py_None) == paged);
   read_positions(read, a + 7, n);
-  read_bias<A>(read, a[10], t, n);
-  t[A::kSinks] = read.tensor_or_none(a[11]);
+  read_bias<A>(read, a[14], t, n);
+  t[A::kSinks] = read.tensor_or_none(a[15]);
+  read_pages<A>(read, a[11], t);
+  n.max_q = read.natural(a[5]), n.max_k = max_keys(read, a[6], t);
   return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS
 }

@@ -50,16 +50,16 @@ struct Packed {
     kCuQ,
     kCuK,
     kSeed,
+    kKeyLengths,
+    kPageTable,
     kStarts,
     kInputs,
     kMask = -1,
     kBias = -1,
     kQueryLengths = -1,
-    kKeyLengths = -1,
     kPrefixLengths = -1,
     kQuerySegments = -1,
-    kKeySegments = -1,
-    kPageTable = -1
+    kKeySegments = -1
   };
   static constexpr size_t kDifferentiable = 6;
   static constexpr int64_t kDim = 3;

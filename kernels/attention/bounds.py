@@ -34,11 +34,14 @@ def sequence(p, i_b, C: tl.constexpr):
     prefix = 0
     if p.cu_queries is not None:
         row_q = tl.minimum(tl.maximum(tl.load(p.cu_queries + i_b), 0), p.total_queries)
-        row_k = tl.minimum(tl.maximum(tl.load(p.cu_keys + i_b), 0), p.total_keys)
+        if p.cu_keys is not None:  # None with pages, where key_lengths end the keys
+            row_k = tl.minimum(tl.maximum(tl.load(p.cu_keys + i_b), 0), p.total_keys)
         end_q = tl.minimum(
             tl.minimum(tl.load(p.cu_queries + i_b + 1), p.total_queries) - row_q, end_q
         )
-        end_k = tl.minimum(tl.minimum(tl.load(p.cu_keys + i_b + 1), p.total_keys) - row_k, end_k)
+        if p.cu_keys is not None:
+            after_k = tl.minimum(tl.load(p.cu_keys + i_b + 1), p.total_keys)
+            end_k = tl.minimum(after_k - row_k, end_k)
     if p.query_lengths is not None:
         end_q = tl.minimum(tl.maximum(tl.load(p.query_lengths + i_b), 0), end_q)
     if p.key_lengths is not None:

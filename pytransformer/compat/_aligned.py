@@ -148,25 +148,27 @@ def attend_packed(
 ) -> OutLse:  # fmt: skip
     """Attend in packed rows, (total, H, D).
 
-    ``attention_varlen`` has no pages, no slopes per sequence and no bottom-right alignment without
-    causality. Calls with one of them are padded to the longest sequence.
+    ``attention_varlen`` has no slopes per sequence, no bottom-right alignment without causality and
+    no key_lengths without pages. Calls with one of them are padded to the longest sequence.
 
     Args:
         offsets: (B + 1,) of queries and of keys; None for keys beside key_lengths and page_table.
         key_lengths: keys in use, (B,); by default all between the offsets.
     """
     cu_q, cu_k = offsets
-    plain = (
-        page_table is None
-        and key_lengths is None
-        and (scores.slopes is None or scores.slopes.dim() == 1)
-    )
-    if plain and (scores.causal or not scores.uses_distance or _equal(cu_q, cu_k)):
-        causal = "bottom_right" if scores.causal else None
-        keywords: dict[str, Any] = {"causal": causal, **scores.keywords()}
-        return attention_varlen(q, k, v, cu_q, cu_k, *longest, return_lse=True, **keywords)  # type: ignore
+    same = key_lengths is None and page_table is None
+    plain = scores.slopes is None or scores.slopes.dim() == 1
+    aligned = scores.causal or not scores.uses_distance or (same and _equal(cu_q, cu_k))
+    causal = "bottom_right" if scores.causal else None
+    keywords: dict[str, Any] = {"causal": causal, **scores.keywords(), "return_lse": True}
+    if same and plain and aligned:
+        return attention_varlen(q, k, v, cu_q, cu_k, *longest, **keywords)
     if key_lengths is None:
         key_lengths = cu_k.diff()  # type: ignore[union-attr]
+    if page_table is not None and plain and aligned:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        keywords |= {"page_table": page_table, "key_lengths": key_lengths}
+        return attention_varlen(q, k, v, cu_q, None, longest[0], None, **keywords)
     if page_table is None:
         k, v = (pad_rows(t, cu_k, longest[1]) for t in (k, v))  # type: ignore[arg-type]
     out, lse = attend(

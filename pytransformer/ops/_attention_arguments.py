@@ -27,19 +27,28 @@ ALIGNMENTS = (None, *get_args(Alignment))
 NO_BLOCKS = (None,) * 5
 
 
-def check_rows(query: Any, key: Any, value: Any) -> None:
-    """Raise unless the tensors are 4-dimensional, on one device and of supported dtypes.
+def check_rows(op: str, query: Any, key: Any, value: Any, ndim: int = 4, key_ndim: int = 4) -> None:
+    """Raise unless the tensors have these dimensions, one device and supported dtypes.
 
-    Keys and values may be in eight bits.
+    Keys and values of four dimensions may be in eight bits.
     """
-    for name, t in (("query", query), ("key", key), ("value", value)):
+    for name, t, dims in (
+        ("query", query, ndim),
+        ("key", key, key_ndim),
+        ("value", value, key_ndim),
+    ):
         eight = name != "query" and isinstance(t, torch.Tensor) and t.dtype in EIGHT_BITS
-        check_tensor("attention", name, t, floating=not eight, ndim=4)
-        check_same("attention", "query", query, name, t)
+        check_tensor(op, name, t, floating=not (eight and dims == 4), ndim=dims)
+        check_same(op, "query", query, name, t)
 
 
 def check_scales(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_scale: Any, value_scale: Any
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_scale: Any,
+    value_scale: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the scales of 8-bit keys and values as views of key.shape[:3].
 
@@ -51,7 +60,7 @@ def check_scales(
             if t is not None:
                 of = name.removesuffix("_scale")
                 raise ValueError(
-                    f"attention: {name} belongs to a {of} in float8_e4m3fn or int8, and {of} is"
+                    f"{op}: {name} belongs to a {of} in float8_e4m3fn or int8, and {of} is"
                     f" {key.dtype}; leave it out"
                 )
         return None, None
@@ -59,17 +68,17 @@ def check_scales(
     for name, t in both:
         if t is None:
             raise ValueError(
-                f"attention: {name.removesuffix('_scale')} is {key.dtype} and needs {name};"
+                f"{op}: {name.removesuffix('_scale')} is {key.dtype} and needs {name};"
                 " quantize_kv makes rows and scales, and torch.ones(()) means that the numbers"
                 " stand for themselves"
             )
-        check_tensor("attention", name, t)
-        check_same("attention", "query", query, name, t)
+        check_tensor(op, name, t)
+        check_same(op, "query", query, name, t)
         if t.dtype != torch.float32:
-            raise TypeError(f"attention: {name} must be float32, got {t.dtype}")
+            raise TypeError(f"{op}: {name} must be float32, got {t.dtype}")
         if t.dim() > 3 or any(n not in (m, 1) for n, m in zip(t.shape[::-1], full[::-1])):
             raise ValueError(
-                f"attention: {name} of shape {shape_of(t)} does not broadcast to key's first three,"
+                f"{op}: {name} of shape {shape_of(t)} does not broadcast to key's first three,"
                 f" {full}"
             )
         views.append(t.expand(full))
@@ -87,12 +96,12 @@ def refuse_gradients(op: Any, arguments: Any) -> None:
         return
     if paged:
         raise ValueError(
-            "attention: page_table has no gradients; call it under torch.no_grad(), or gather the"
+            f"{op.name}: page_table has no gradients; call it under torch.no_grad(), or gather the"
             " pages and leave page_table out"
         )
     raise ValueError(
-        "attention: keys and values in eight bits have no gradients; call it under torch.no_grad(),"
-        " or give them as key.float() * key_scale[..., None], without the scales"
+        f"{op.name}: keys and values in eight bits have no gradients; call it under"
+        " torch.no_grad(), or give them as key.float() * key_scale[..., None], without the scales"
     )
 
 
@@ -123,6 +132,20 @@ def refuse_unknown(op: str, unknown: Collection[str]) -> None:
     raise TypeError(f"{op}: unexpected argument {name!r}; {hint}")
 
 
+def check_dtypes(op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise unless query, key and value share a dtype, or key and value one of eight bits."""
+    if key.dtype in EIGHT_BITS or value.dtype in EIGHT_BITS:
+        check_same(op, "key", key, "value", value, dtype=True)
+        if query.dtype == torch.float64:
+            raise TypeError(
+                f"{op}: with a key in {key.dtype} query must be float32, bfloat16 or float16,"
+                f" got {query.dtype}"
+            )
+    elif not query.dtype == key.dtype == value.dtype:
+        check_same(op, "query", query, "key", key, dtype=True)
+        check_same(op, "query", query, "value", value, dtype=True)
+
+
 def check_shapes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, paged: bool = False
 ) -> torch.Size:
@@ -131,16 +154,7 @@ def check_shapes(
     The shapes are (B, Hq, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv). With ``paged`` key and
     value are pools, (num_pages, Hkv, page_size, D).
     """
-    if key.dtype in EIGHT_BITS or value.dtype in EIGHT_BITS:
-        check_same("attention", "key", key, "value", value, dtype=True)
-        if query.dtype == torch.float64:
-            raise TypeError(
-                f"attention: with a key in {key.dtype} query must be float32, bfloat16 or float16,"
-                f" got {query.dtype}"
-            )
-    elif not query.dtype == key.dtype == value.dtype:
-        check_same("attention", "query", query, "key", key, dtype=True)
-        check_same("attention", "query", query, "value", value, dtype=True)
+    check_dtypes("attention", query, key, value)
     shape = batch, heads, _, head_dim = query.shape
     key_batch, key_heads, num_keys, key_dim = key.shape
     value_batch, value_heads, num_values, value_dim = value.shape
@@ -168,32 +182,53 @@ def check_shapes(
 
 
 def check_pages(
-    table: Any, key_lengths: Any, query: torch.Tensor, pool: torch.Tensor
+    op: str, table: Any, key_lengths: Any, batch: int, query: torch.Tensor, pool: torch.Tensor
 ) -> tuple[torch.Tensor, int]:
     """Return the contiguous page table and the number of keys that a row of it addresses.
 
     The op checks the table's values.
     """
-    check_tensor("attention", "page_table", table)
-    check_same("attention", "query", query, "page_table", table)
+    check_tensor(op, "page_table", table)
+    check_same(op, "query", query, "page_table", table)
     if table.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"attention: page_table must be int32 or int64, got {table.dtype}")
-    if table.dim() != 2 or table.shape[0] != query.shape[0]:
+        raise TypeError(f"{op}: page_table must be int32 or int64, got {table.dtype}")
+    if table.dim() != 2 or table.shape[0] != batch:
         raise ValueError(
-            f"attention: page_table must have shape (B, pages), B = {query.shape[0]}, got"
-            f" {shape_of(table)}"
+            f"{op}: page_table must have shape (B, pages), B = {batch}, got {shape_of(table)}"
         )
     if key_lengths is None:
         raise ValueError(
-            "attention: page_table needs key_lengths; they select the pages of the table that are a"
+            f"{op}: page_table needs key_lengths; they select the pages of the table that are a"
             " sequence's"
         )
     if pool.shape[2] == 0:
         raise ValueError(
-            "attention: with page_table key and value are pools (num_pages, Hkv, page_size, D),"
+            f"{op}: with page_table key and value are pools (num_pages, Hkv, page_size, D),"
             f" page_size at least 1, got key {shape_of(pool)}"
         )
     return table.contiguous(), table.shape[1] * pool.shape[2]
+
+
+def check_lengths(op: str, name: str, lengths: torch.Tensor | None, end: int) -> None:
+    """Raise ValueError unless all lengths are between 0 and ``end``."""
+    if lengths is None or not lengths.numel():
+        return
+    low, high = lengths.min().item(), lengths.max().item()
+    if low < 0 or high > end:
+        raise ValueError(
+            f"{op}: {name} must be between 0 and {end}, got {low if low < 0 else high}"
+        )
+
+
+def check_entries(op: str, a: Any) -> None:
+    """Raise ValueError if the table names a page outside the pool for a key in use."""
+    wrong = a.pages_used & ((a.page_table < 0) | (a.page_table >= a.key.shape[0]))
+    if wrong.any():
+        b, n = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{op}: page_table[{b}, {n}] must be a page from 0 to {a.key.shape[0] - 1},"
+            f" got {a.page_table[b, n].item()}"
+        )
 
 
 def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int, int]:
@@ -374,14 +409,16 @@ def dense_term(
     return t[(None,) * (4 - t.dim())] if t.dim() < 4 else t
 
 
-def integers(name: str, t: Any, shape: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:
+def integers(
+    name: str, t: Any, shape: tuple[int, ...], query: torch.Tensor, op: str = "attention"
+) -> torch.Tensor | None:
     """Return lengths or segments as a contiguous int64 tensor; the op checks the values."""
     if t is None:
         return None
-    check_tensor("attention", name, t)
-    check_same("attention", "query", query, name, t)
+    check_tensor(op, name, t)
+    check_same(op, "query", query, name, t)
     if t.dtype.is_floating_point or t.dtype == torch.bool or t.dtype.is_complex:
-        raise TypeError(f"attention: {name} must have an integer dtype, got {t.dtype}")
+        raise TypeError(f"{op}: {name} must have an integer dtype, got {t.dtype}")
     if tuple(t.shape) != shape:
-        raise ValueError(f"attention: {name} must have shape {shape}, got {shape_of(t)}")
+        raise ValueError(f"{op}: {name} must have shape {shape}, got {shape_of(t)}")
     return t.to(torch.int64).contiguous()

@@ -18,6 +18,8 @@ from ._attention_arguments import (
     biases,
     block_tensors,
     causal_terms,
+    check_entries,
+    check_lengths,
     check_pages,
     check_rows,
     check_scales,
@@ -273,15 +275,15 @@ def _prepare(
 ) -> tuple[Any, str | None, bool]:
     refuse_unknown("attention", unknown)
     if not (alike(query, key, value) and query.dim() == key.dim() == value.dim() == 4):
-        check_rows(query, key, value)
+        check_rows("attention", query, key, value)
     query, key, value = autocast(query.device, query, key, value)
     batch, heads, num_queries, head_dim = check_shapes(
         query, key, value, paged=page_table is not None
     )
     num_keys = key.shape[2]
     if page_table is not None:
-        page_table, num_keys = check_pages(page_table, key_lengths, query, key)
-    key_scale, value_scale = check_scales(query, key, value, key_scale, value_scale)
+        page_table, num_keys = check_pages("attention", page_table, key_lengths, batch, query, key)
+    key_scale, value_scale = check_scales("attention", query, key, value, key_scale, value_scale)
     full = (batch, heads, num_queries, num_keys)
     attn_mask, causal = causal_terms(
         attn_mask, full, query, causal,
@@ -333,22 +335,11 @@ def check_values(a: Any) -> None:
     See looks_at_values.
     """
     for name, lengths in zip(LENGTHS, (a.query_lengths, a.key_lengths, a.prefix_lengths)):
-        if lengths is not None and lengths.numel():
-            queries = name == "query_lengths"
-            end = a.query_start + a.query.shape[2] if queries else a.key_start + a.num_keys
-            low, high = lengths.min().item(), lengths.max().item()
-            if low < 0 or high > end:
-                raise ValueError(
-                    f"attention: {name} must be between 0 and {end}, got {low if low < 0 else high}"
-                )
+        queries = name == "query_lengths"
+        end = a.query_start + a.query.shape[2] if queries else a.key_start + a.num_keys
+        check_lengths("attention", name, lengths, end)
     if a.page_table is not None:
-        wrong = a.pages_used & ((a.page_table < 0) | (a.page_table >= a.key.shape[0]))
-        if wrong.any():
-            b, n = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"attention: page_table[{b}, {n}] must be a page from 0 to {a.key.shape[0] - 1},"
-                f" got {a.page_table[b, n].item()}"
-            )
+        check_entries("attention", a)
 
 
 # ---- backends

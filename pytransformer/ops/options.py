@@ -38,6 +38,12 @@ class _Call(TypedDict, total=False):
     strict: bool
 
 
+class _Stored(TypedDict, total=False):
+    page_table: torch.Tensor | None
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
+
+
 class MaskAndBias(_Scores, total=False):
     """The keywords that determine the softmax weights of :func:`pytransformer.attention`.
 
@@ -53,18 +59,15 @@ class MaskAndBias(_Scores, total=False):
     bias: torch.Tensor | AlibiBias | RelativePositionBias | None
 
 
-class AttentionOptions(MaskAndBias, _Call, total=False):
+class AttentionOptions(MaskAndBias, _Stored, _Call, total=False):
     """The keywords of :func:`pytransformer.attention`, except ``return_lse``.
 
     ``return_lse`` decides the return type.
     """
 
-    page_table: torch.Tensor | None
-    key_scale: torch.Tensor | None
-    value_scale: torch.Tensor | None
 
-
-class PackedOptions(_Scores, _Call, total=False):
+class PackedOptions(_Scores, _Stored, _Call, total=False):
     """The keywords of :func:`pytransformer.attention_varlen`, except ``return_lse``."""
 
+    key_lengths: torch.Tensor | None
     bias: AlibiBias | RelativePositionBias | None

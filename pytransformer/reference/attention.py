@@ -22,7 +22,7 @@ from ..ops.masks import buckets_of
 from .eight_bit import dequantize_kv
 from .philox import keep_mask, keep_scale
 
-# Arguments of attention that packed sequences do not have.
+# Arguments of attention that packed sequences, gathered from pages, do not have.
 PADDED_ONLY = (
     *BLOCK_TENSORS,
     "page_table",
@@ -269,8 +269,12 @@ def _select(where: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def attention_varlen_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute packed attention by padding, so packed equals padded, dropout included."""
     query, query_lengths, rows = _pad(a.query, a.cu_seqlens_q, a.max_seqlen_q)
-    key, key_lengths, _ = _pad(a.key, a.cu_seqlens_k, a.max_seqlen_k)
-    value, _, _ = _pad(a.value, a.cu_seqlens_k, a.max_seqlen_k)
+    if a.page_table is None:
+        key, key_lengths, _ = _pad(a.key, a.cu_seqlens_k, a.max_seqlen_k)
+        value, _, _ = _pad(a.value, a.cu_seqlens_k, a.max_seqlen_k)
+    else:
+        a = gathered(a if a.key_scale is None else dequantized(a))
+        key, value, key_lengths = a.key, a.value, a.key_lengths
     padded = a._asdict() | dict.fromkeys(PADDED_ONLY)
     padded |= dict(
         query=query, key=key, value=value, query_lengths=query_lengths, key_lengths=key_lengths

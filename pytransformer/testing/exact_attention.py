@@ -92,20 +92,22 @@ def eight_bit_floor(
     )
 
 
+def _gathered(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the call with its pages gathered and eight-bit values dequantized."""
+    named = dict(named)
+    for n in ("key", "value"):
+        if (scale := named.pop(f"{n}_scale", None)) is not None:
+            named[n] = dequantize_kv(named[n], scale.expand(named[n].shape[:3]), torch.float64)
+    if (table := named.pop("page_table", None)) is not None:
+        for n in ("key", "value"):
+            named[n] = named[n][table.long()].transpose(1, 2).flatten(2, 3)
+    return named
+
+
 def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
     """Solve `attention`; gather pages and dequantize eight-bit values."""
     eight = named["key"].dtype if named.get("key_scale") is not None else None
-    if eight is not None:
-        scales = {n: named[f"{n}_scale"].expand(named[n].shape[:3]) for n in ("key", "value")}
-        named = {
-            **named,
-            **{n: dequantize_kv(named[n], scale, torch.float64) for n, scale in scales.items()},
-        }
-        del named["key_scale"], named["value_scale"]
-    if (table := named.get("page_table")) is not None:
-        rows = {n: named[n][table.long()].transpose(1, 2).flatten(2, 3) for n in ("key", "value")}
-        named = {**named, **rows}
-        del named["page_table"]
+    named = _gathered(named)
     answer = oracle.solve(**{**named, **dict(zip(("grad_out", "grad_lse"), grads or []))})
     return (
         answer
@@ -115,14 +117,18 @@ def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
 
 
 def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """Solve packed sequences as padded ones with lengths, and pack the results."""
-    named = dict(named)
+    """Solve packed sequences as padded ones with lengths, and pack the results.
+
+    Keys in pages are padded already.
+    """
+    named = _gathered(named)
     qkv = [named.pop(name) for name in ("query", "key", "value")]
     cu_q, cu_k = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
     longest_q, longest_k = named.pop("max_seqlen_q"), named.pop("max_seqlen_k")
     spans = [
         (cu[:-1].tolist(), cu.diff().tolist(), longest)
         for cu, longest in ((cu_q, longest_q), (cu_k, longest_k))
+        if cu is not None
     ]
 
     def pad(rows: torch.Tensor, side: int) -> torch.Tensor:
@@ -141,10 +147,10 @@ def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
     # Packed lse is (heads, rows); the other tensors have rows first.
     upstream = [pad(g if g.dim() == 3 else g.t(), 0) for g in grads or []]
     sides = {"out": 0, "lse": 0, "query": 0, "key": 1, "value": 1}
-    solution = oracle.solve(
-        pad(qkv[0], 0), pad(qkv[1], 1), pad(qkv[2], 1), *upstream,
-        query_lengths=cu_q.diff(), key_lengths=cu_k.diff(), **named,
-    )  # fmt: skip
+    keys = qkv[1:]
+    if cu_k is not None:
+        keys, named["key_lengths"] = [pad(t, 1) for t in keys], cu_k.diff()
+    solution = oracle.solve(pad(qkv[0], 0), *keys, *upstream, query_lengths=cu_q.diff(), **named)
     results = dict(solution.results)
     for name, side in sides.items():
         if (r := results.get(name)) is not None:

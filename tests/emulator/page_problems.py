@@ -70,6 +70,30 @@ def same(query: Tensor, pools: Pools, lengths: Tensor, **options: Any) -> bool:
     return all(map(torch.equal, found, attend(query, *pools.contiguous, lengths, **options)))
 
 
+def same_packed(
+    queries: tuple[int, ...],
+    page_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    **options: Any,
+) -> bool:
+    """Compare packed queries over pages with packed queries over contiguous keys."""
+    _, pools, lengths = inputs(1, page_size, dtype, device=device)
+    offsets = torch.tensor([0, *queries], device=device).cumsum(0)
+    query = draw(sum(queries) + 1, 4, 16, seed=5).to(device, dtype)
+    given = {**options, "return_lse": True, "backend": "cuda", "strict": True}
+    paged = {"page_table": pools.table, "key_lengths": lengths, **given}
+    found = pt.attention_varlen(query, *pools.tensors, offsets, None, max(queries), None, **paged)
+    key, value = (
+        torch.cat([rows[:, :n] for rows, n in zip(t, LENGTHS)], 1).transpose(0, 1)
+        for t in pools.contiguous
+    )
+    cu_k = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
+    longest = max(queries), pools.num_keys
+    want = pt.attention_varlen(query, key, value, offsets, cu_k, *longest, **given)
+    return all(map(torch.equal, found, want))
+
+
 def clamped(query: Tensor, pools: Pools, lengths: Tensor) -> bool:
     """Return the table with entries clamped to the pool, as on a GPU without checks."""
     last = pools.tensors[0].shape[0] - 1
@@ -93,6 +117,13 @@ def problems(device: str = "cpu") -> Iterator[Problem]:
     yield Problem(
         "pages of 16, split",
         lambda: same(*inputs(1, 16, BF16, (400, 3, 260), device), causal="bottom_right"),
+    )
+    yield Problem(
+        "packed chunks over pages of 7",
+        lambda: same_packed((40, 5, 1), 7, BF16, device, causal="bottom_right"),
+    )
+    yield Problem(
+        "packed steps over pages of 16, split", lambda: same_packed((1, 3, 0), 16, F16, device)
     )
     yield Problem("entries outside the pool", lambda: clamped(*inputs(40, 16, F16, device=device)))
 

@@ -11,7 +11,7 @@ from typing import Any
 import page_problems
 import pytest
 import torch
-from page_problems import BF16, F16, F32, attend, draw, inputs, same
+from page_problems import BF16, F16, F32, attend, draw, inputs, same, same_packed
 
 import pytransformer as pt
 from pytransformer.ops.attention import attention_op
@@ -69,6 +69,24 @@ def test_pages_with_a_block_mask_equal_the_contiguous_path() -> None:
         lambda b, h, i, j: j // 32 != 1, None, None, 40, problem[1].num_keys, block_size=32
     )
     assert same(*problem, attn_mask=mask, causal="bottom_right")
+
+
+@pytest.mark.parametrize(
+    ("queries", "page_size", "dtype"),
+    [((1, 1, 1), 16, BF16), ((5, 0, 1), 7, F32), ((40, 3, 1), 7, F16), ((70, 0, 40), 128, BF16)],
+    ids=str,
+)
+def test_packed_queries_equal_the_contiguous_path_bit_for_bit(
+    queries: tuple[int, ...], page_size: int, dtype: torch.dtype
+) -> None:
+    for options in ({}, {"causal": "bottom_right", "window": (50, 3), "softcap": 3.0}):
+        assert same_packed(queries, page_size, dtype, **options)
+
+
+@pytest.mark.parametrize("name", ["gap, sinks", "T5, softcap"])
+@pytest.mark.parametrize("queries", [(2, 0, 1), (40, 1, 7)], ids=str)
+def test_packed_queries_with_other_keywords(queries: tuple[int, ...], name: str) -> None:
+    assert same_packed(queries, 16, BF16, **keywords(1, 1)[name])
 
 
 @pytest.mark.usefixtures("sm90")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import pytransformer.compat.flash_attn as flash_attn
 from pytransformer.compat.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.bounds import agree
 
 CASES = 30  # per function; each draws every argument
@@ -252,6 +253,17 @@ def test_packed_queries_over_pages_equal_the_formula() -> None:
             for b, (rows, n) in enumerate(zip(q.split(lengths), keys))
         ]
         compare(out, torch.cat(expected), f"case {case}: {lengths, keys} {options}")
+
+
+def test_packed_queries_over_pages_are_not_padded() -> None:
+    q, pools = torch.randn(6, 4, 8), [torch.randn(5, 4, 2, 8) for _ in range(2)]
+    ends = (offsets_of([1, 5]), offsets_of([7, 12]), 5, 12)
+    with trace() as ran:
+        flash_attn.flash_attn_varlen_func(
+            q, *pools, *ends, causal=True, window_size=(3, 0), alibi_slopes=torch.rand(4),
+            block_table=draw_table(random.Random(4), 2, 3) % 5,
+        )  # fmt: skip
+    assert [op for op, _ in ran] == ["attention_varlen_fwd"]
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -100,7 +100,11 @@ CHANGED: dict[str, dict[str, Any]] = {
         "page_table": torch.tensor([[1], [0]]), "key_scale": torch.ones(()),
         "value_scale": torch.ones(()),
     },
-    "attention_varlen": {**SCORES, "dropout_p": 0.5},
+    "attention_varlen": {
+        **SCORES, "dropout_p": 0.5, "key_lengths": LENGTHS,
+        "page_table": torch.tensor([[1], [0]]), "key_scale": torch.ones(()),
+        "value_scale": torch.ones(()),
+    },
     "attention_weights": {**SCORES, **MASKS, "rows": [1, 5], "heads": [1]},
     "attention_summary": {**SCORES, **MASKS, "kinds": ("distance",)},
     "scaled_dot_product_attention": {
@@ -134,7 +138,15 @@ CHANGED: dict[str, dict[str, Any]] = {
 # Arguments that belong together, beside pairs of CHANGED: calls in which they have an effect.
 EIGHT_BITS = {n: (9 * rand(B, H, L, D + i)).to(torch.int8) for i, n in enumerate(("key", "value"))}
 EIGHT_BITS["value"] = EIGHT_BITS["value"][..., :D]
+OVER_PAGES = {
+    "page_table": torch.tensor([[1], [0]]), "key_lengths": LENGTHS, "cu_seqlens_k": None,
+    "max_seqlen_k": None,
+}  # fmt: skip
 TOGETHER: dict[str, list[dict[str, Any]]] = {
+    "attention_varlen": [
+        {**OVER_PAGES, **{n: t.float() for n, t in EIGHT_BITS.items()}},
+        {**OVER_PAGES, **EIGHT_BITS, "key_scale": torch.ones(()), "value_scale": torch.ones(())},
+    ],
     "attention": [
         {"query_segments": SEGMENTS, "key_segments": SEGMENTS},
         {"page_table": torch.tensor([[1], [0]]), "key_lengths": LENGTHS},

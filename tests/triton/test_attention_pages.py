@@ -101,6 +101,39 @@ def test_pages_with_a_block_mask_equal_the_contiguous_path() -> None:
     assert same(query, pools, attn_mask=mask, causal="bottom_right")
 
 
+def same_packed(
+    queries: tuple[int, ...], page_size: int, dtype: torch.dtype, **options: Any
+) -> bool:
+    """Compare packed queries over pages with packed queries over contiguous keys."""
+    _, pools = inputs(1, page_size, dtype)
+    offsets = torch.tensor([0, *queries]).cumsum(0)
+    query = draw(sum(queries) + 1, 4, 16, seed=5).to(dtype)
+    given = {**options, "return_lse": True, "backend": "triton", "strict": True}
+    paged = {"page_table": pools.table, "key_lengths": LENGTHS, **given}
+    found = pt.attention_varlen(query, *pools.tensors, offsets, None, max(queries), None, **paged)
+    key, value = (
+        torch.cat([rows[:, :n] for rows, n in zip(t, LENGTHS.tolist())], 1).transpose(0, 1)
+        for t in pools.contiguous
+    )
+    cu_k = torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)])
+    longest = max(queries), pools.num_keys
+    want = pt.attention_varlen(query, key, value, offsets, cu_k, *longest, **given)
+    return all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize(("queries", "page_size"), [((1, 3, 1), 7), ((20, 0, 1), 64)], ids=str)
+def test_packed_queries_equal_the_contiguous_path_bit_for_bit(
+    queries: tuple[int, ...], page_size: int
+) -> None:
+    """Run decode, speculative steps beside an idle sequence, and chunked prefill."""
+    assert same_packed(queries, page_size, torch.float32, causal="bottom_right")
+
+
+@pytest.mark.parametrize("name", ["gap", "biases"])
+def test_packed_queries_with_other_keywords_equal_the_contiguous_path(name: str) -> None:
+    assert same_packed((1, 3, 0), 16, torch.float32, **keywords(1)[name])
+
+
 @pytest.mark.parametrize("lq", [1, 40])
 def test_unchecked_tables_are_clamped(lq: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a check, as on a GPU, an entry outside the pool selects the nearest page."""
@@ -148,6 +181,23 @@ FAULTS = {
         "V = at_head(V, strides.v, i_b, i_head // p.group)",
     ),
 }
+
+
+PACKED_FAULTS = {
+    "lengths of padded queries only": (
+        "bounds.py",
+        "if p.key_lengths is not None:",
+        "if p.key_lengths is not None and p.cu_queries is None:",
+    ),
+    "table of the first sequence": FAULTS["table of the first sequence"],
+}
+
+
+@pytest.mark.parametrize("name", PACKED_FAULTS)
+def test_faults_of_packed_queries_are_detected(name: str, tmp_path: Path) -> None:
+    assert same_packed((1, 3, 1), 16, torch.float32)
+    with mutated("attention", *PACKED_FAULTS[name], tmp_path):
+        assert not same_packed((1, 3, 1), 16, torch.float32)
 
 
 @pytest.mark.parametrize("name", every_third(FAULTS))

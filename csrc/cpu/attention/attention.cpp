@@ -215,37 +215,37 @@ ScalarType work_of(const pt::AttentionProblem& p) {
 pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Tensor& key,
                              const Tensor& value, const AttentionArguments& a) {
   pt::AttentionProblem p{};
-  const bool packed = a.cu_seqlens_q.has_value(), paged = a.page_table.has_value();
-  STD_TORCH_CHECK(a.cu_seqlens_k.has_value() == packed, "cu_q and cu_k come together");
-  STD_TORCH_CHECK(!packed || !paged, "packed sequences have no pages");
-  p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed),
-  p.vs = strides_of(value, "value", packed);
+  const bool packed = a.cu_seqlens_q.has_value(), paged = a.page_table.has_value(),
+             packed_keys = packed && !paged;
+  STD_TORCH_CHECK(a.cu_seqlens_k.has_value() == packed_keys,
+                  "cu_q and cu_k come together, or cu_q and page_table");
+  p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed_keys),
+  p.vs = strides_of(value, "value", packed_keys);
   p.dtype = dtype_of(query, "query", pt::Float64::taken);
   check_dtypes(query, key, value, p);
-  constexpr int head = 1;
-  const int length = packed ? 0 : 2, last = packed ? 2 : 3;
   p.B = packed ? a.cu_seqlens_q->numel() - 1 : query.size(0);
-  p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
-  const int64_t q_rows = query.size(length), k_rows = key.size(length);
+  p.Hq = query.size(1), p.Hkv = key.size(1);
+  p.D = query.size(query.dim() - 1), p.Dv = value.size(value.dim() - 1);
+  const int64_t q_rows = query.size(packed ? 0 : 2), k_rows = key.size(packed_keys ? 0 : 2);
   STD_TORCH_CHECK(!packed || (a.num_queries >= 0 && a.num_keys >= 0), "max_q and max_k are ",
                   a.num_queries, " and ", a.num_keys, "; expected at least 0");
-  p.Lq = packed ? std::min(a.num_queries, q_rows) : q_rows,
-  p.Lk = packed ? std::min(a.num_keys, k_rows) : k_rows;
+  p.Lq = packed ? std::min(a.num_queries, q_rows) : q_rows, p.Lk = k_rows;
   if (paged) {
-    STD_TORCH_CHECK(p.Lk >= 1, "pages have no rows");
+    STD_TORCH_CHECK(k_rows >= 1, "pages have no rows");
     STD_TORCH_CHECK(a.page_table->dim() == 2 && a.page_table->size(0) == p.B,
                     "page_table has the wrong shape");
     p.Lk *= a.page_table->size(1);
   }
+  if (packed) p.Lk = std::min(a.num_keys, p.Lk);
   constexpr int64_t kMaxHead = 512;  // upper bound of stack arrays with one head row
   STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ",
                   p.D, " and ", p.Dv, "; expected 1 to ", kMaxHead);
   STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq,
                   " heads; expected a multiple of key's ", p.Hkv);
-  if (packed) {
+  STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
+  if (packed_keys) {
     check_shape(key, "key", {k_rows, p.Hkv, p.D}),
         check_shape(value, "value", {k_rows, p.Hkv, p.Dv});
-    STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
   } else {
     const int64_t sequences = paged ? key.size(0) : p.B;
     check_shape(key, "key", {sequences, p.Hkv, k_rows, p.D}),
@@ -289,8 +289,8 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
   p.cu_q = copied_integers(copies, a.cu_seqlens_q, "cu_seqlens_q", {p.B + 1});
   p.cu_k = copied_integers(copies, a.cu_seqlens_k, "cu_seqlens_k", {p.B + 1});
   if (packed) {
-    check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq),
-        check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
+    check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq);
+    if (p.cu_k) check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
     STD_TORCH_CHECK(!a.mask && !a.bias && !a.block_offsets && !a.query_segments,
                     "packed sequences take no dense mask or bias, no block mask and no segments");
   }

@@ -107,7 +107,7 @@ struct AttentionProblem {
   const int64_t *query_lengths, *key_lengths, *prefix_lengths;  // (B,) absolute counts, or null
   // Segments: (B, Lq), (B, Lk) contiguous, or null.
   const int64_t *query_segments, *key_segments;
-  // (B + 1,) row offsets of packed sequences, or null.
+  // (B + 1,) row offsets of packed sequences, or null. With pages only cu_q.
   const int64_t *cu_q, *cu_k;
 
   Align align;

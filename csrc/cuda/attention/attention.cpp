@@ -29,7 +29,7 @@ class AttentionBinding {
   AttentionBinding(const Tensor& query, const Tensor& key, const Tensor& value,
                    const AttentionArguments& a, Purpose purpose = Purpose::call)
       : planning_(purpose == Purpose::plan) {
-    packed_ = a.cu_seqlens_q.has_value();
+    packed_ = a.cu_seqlens_q.has_value(), packed_keys_ = packed_ && !a.page_table;
     STD_TORCH_CHECK(a.cu_seqlens_k.has_value() == packed_,
                     "attention: cu_seqlens_q and cu_seqlens_k come together");
     read_rows(query, key, value, a);
@@ -43,6 +43,7 @@ class AttentionBinding {
   // Return rows that kernels copy 16 bytes at a time.
   In rows_of(const Tensor& t, const char* name, bool whole = true) {
     check_dtype(t, name);
+    STD_TORCH_CHECK(t.dim() == dims(), "attention: ", name, " must have ", dims(), " dimensions");
     return rows_in_pieces(t, name, whole);
   }
 
@@ -179,14 +180,13 @@ class AttentionBinding {
   int64_t dims() const { return packed_ ? 3 : 4; }
 
   In rows_in_pieces(const Tensor& t, const char* name, bool whole) {
-    const int64_t per = 16 / int64_t(t.element_size()), width = t.size(dims() - 1);
+    const int64_t per = 16 / int64_t(t.element_size()), last = t.dim() - 1, width = t.size(last);
     const auto fits = [&](const HeadRows& s) {
       return s.batch % per == 0 && s.head % per == 0 && s.row % per == 0;
     };
     const bool aligned =
         reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && width % per == 0;
-    if (planning_ &&
-        !(aligned && (width <= 1 || t.stride(dims() - 1) == 1) && fits(strides(t, name))))
+    if (planning_ && !(aligned && (width <= 1 || t.stride(last) == 1) && fits(strides(t, name))))
       return {kPlanned, kPlannedStrides};
     const In in{read_from(kAttention, t, name, reachable), strides(t, name)};
     STD_TORCH_CHECK(!whole || (aligned && fits(in.stride)), "attention: rows of ", name,
@@ -196,14 +196,15 @@ class AttentionBinding {
 
   void read_rows(const Tensor& query, const Tensor& key, const Tensor& value,
                  const AttentionArguments& a) {
-    STD_TORCH_CHECK(query.dim() == dims() && key.dim() == dims() && value.dim() == dims(),
-                    "attention: query, key and value must have ", dims(), " dimensions");
-    const int length = packed_ ? 0 : 2, last = int(dims()) - 1;
+    const int64_t key_dims = packed_keys_ ? 3 : 4;
+    STD_TORCH_CHECK(query.dim() == dims() && key.dim() == key_dims && value.dim() == key_dims,
+                    "attention: query must have ", dims(), " dimensions, key and value ", key_dims);
+    const int length = packed_keys_ ? 0 : 2, last = int(key_dims) - 1;
     p.dtype = dtype_of(query, "query");
     p.sequences = int(packed_ ? a.cu_seqlens_q->numel() - 1 : query.size(0));
     STD_TORCH_CHECK(key.size(1) > 0, "attention: key has no heads");
     for (const Tensor* t : {&query, &key, &value})
-      for (int64_t d = 0; d < dims(); ++d)
+      for (int64_t d = 0; d < t->dim(); ++d)
         STD_TORCH_CHECK(t->size(d) < int64_t(1) << 31, "attention: sizes must be below 2^31, got ",
                         t->size(d));
     p.heads = int(query.size(1)), p.group = p.heads / int(key.size(1));
@@ -212,20 +213,22 @@ class AttentionBinding {
         "attention: num_queries and num_keys must be from 0 to 2^28 - 1");
     p.num_queries = int(packed_ ? a.num_queries : query.size(2)),
     p.num_keys = int(packed_ ? a.num_keys : key.size(2));
-    p.head_dim = int(query.size(last)), p.value_dim = int(value.size(last));
-    p.total_queries = query.size(length), p.total_keys = key.size(length);
+    p.head_dim = int(query.size(dims() - 1)), p.value_dim = int(value.size(last));
+    p.total_queries = query.size(packed_ ? 0 : 2), p.total_keys = key.size(length);
     STD_TORCH_CHECK(p.head_dim >= 1 && p.value_dim >= 1 && p.head_dim <= 256 && p.value_dim <= 256,
                     "attention: head sizes from 1 to 256");
     const int64_t key_batch = a.page_table ? key.size(0) : p.sequences;
     STD_TORCH_CHECK(key.size(last) == p.head_dim && value.size(length) == p.total_keys &&
                         value.size(1) == key.size(1) &&
-                        (packed_ || (key.size(0) == key_batch && value.size(0) == key_batch)),
+                        (packed_keys_ || (key.size(0) == key_batch && value.size(0) == key_batch)),
                     "attention: query, key and value do not go together");
     if (a.page_table) read_pages(*a.page_table, key, a);
     STD_TORCH_CHECK(p.num_queries > 0 && p.num_keys > 0 && p.group > 0 && p.heads % p.group == 0,
                     "attention: nothing to do, or no group");
     p.q = rows_of(query, "query");
-    if (!read_eight_bits(key, value, a)) p.k = rows_of(key, "key"), p.v = rows_of(value, "value");
+    if (read_eight_bits(key, value, a)) return;
+    check_dtype(key, "key"), check_dtype(value, "value");
+    p.k = rows_in_pieces(key, "key", true), p.v = rows_in_pieces(value, "value", true);
   }
 
   // Read eight-bit keys and values and their scales. Rows have a multiple of 16 columns, so 16
@@ -236,8 +239,8 @@ class AttentionBinding {
         bool(a.key_scale) == p.in_eight_bits() && bool(a.value_scale) == p.in_eight_bits(),
         "attention: key_scale and value_scale come with keys and values in eight bits");
     if (!p.in_eight_bits()) return false;
-    STD_TORCH_CHECK(!packed_ && value.scalar_type() == key.scalar_type(),
-                    "attention: in eight bits value has the dtype of key, and nothing is packed");
+    STD_TORCH_CHECK(!packed_keys_ && value.scalar_type() == key.scalar_type(),
+                    "attention: in eight bits value has the dtype of key, and no keys are packed");
     p.k = rows_in_pieces(key, "key", true), p.v = rows_in_pieces(value, "value", true);
     const auto scales = [&](const Tensor& t, const char* name) {
       STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 3, "attention: ", name,
@@ -252,11 +255,11 @@ class AttentionBinding {
     return true;
   }
 
-  // Read pages: key and value are pools. Kernels clamp the table's entries.
+  // Read pages: key and value are pools. Kernels clamp the table's entries. Packed queries have
+  // offsets of num_keys keys per sequence in cu_seqlens_k, which key_lengths then shorten.
   void read_pages(const Tensor& table, const Tensor& key, const AttentionArguments& a) {
     const ScalarType type = table.scalar_type();
-    STD_TORCH_CHECK(!packed_ && a.key_lengths,
-                    "attention: page_table needs key_lengths, and no packed sequences");
+    STD_TORCH_CHECK(a.key_lengths, "attention: page_table needs key_lengths");
     STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == p.sequences && table.is_contiguous() &&
                         (type == ScalarType::Int || type == ScalarType::Long),
                     "attention: page_table must be contiguous (B, pages), int32 or int64");
@@ -266,7 +269,8 @@ class AttentionBinding {
     p.pages.width = table.size(1), p.pages.count = key.size(0);
     p.pages.size = int(key.size(2)), p.pages.wide = type == ScalarType::Long;
     p.pages.shift = p.pages.size & (p.pages.size - 1) ? -1 : log2_of(p.pages.size);
-    p.num_keys = int(keys);
+    p.num_keys = int(packed_ && a.num_keys < keys ? a.num_keys : keys);
+    if (packed_) p.total_keys = int64_t(p.sequences) * p.num_keys;
   }
 
   void read_bounds(const AttentionArguments& a) {
@@ -385,11 +389,11 @@ class AttentionBinding {
                     " must have the dtype of query");
   }
   HeadRows strides(const Tensor& t, const char* name) const {
-    const int64_t last = dims() - 1;
-    STD_TORCH_CHECK(t.dim() == dims() && (t.size(last) <= 1 || t.stride(last) == 1),
-                    "attention: the columns of ", name, " must be contiguous");
+    const int64_t last = t.dim() - 1;
+    STD_TORCH_CHECK(t.size(last) <= 1 || t.stride(last) == 1, "attention: the columns of ", name,
+                    " must be contiguous");
     const auto of = [&](int64_t i) { return t.size(i) == 1 ? 0 : t.stride(i); };
-    return packed_ ? HeadRows{0, of(1), of(0)} : HeadRows{of(0), of(1), of(2)};
+    return last == 2 ? HeadRows{0, of(1), of(0)} : HeadRows{of(0), of(1), of(2)};
   }
   const int64_t* integers(const MaybeTensor& t, const char* name, int64_t n) {
     if (!t) return nullptr;
@@ -437,7 +441,7 @@ class AttentionBinding {
     return static_cast<T*>(write_to(kAttention, scratch_.back(), name, reachable));
   }
 
-  bool planning_, packed_, lists_mask_;
+  bool planning_, packed_, packed_keys_, lists_mask_;
   std::vector<Tensor> scratch_;
 };
 

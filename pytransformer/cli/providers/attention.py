@@ -153,6 +153,8 @@ def _forward(problem: Problem, kernel: Kernel) -> tuple[Callable[[], Outputs], f
     """Return the forward of a padded or packed problem through `kernel`, and its max softcap."""
     named = dict(problem.named)
     query, key, value = (named.pop(name) for name in ("query", "key", "value"))
+    if problem.case.op == "attention_varlen":
+        return _forward_packed(query, key, value, named, kernel)
     if (table := named.pop("page_table", None)) is not None:
 
         def gathered(pool: torch.Tensor) -> torch.Tensor:
@@ -162,33 +164,43 @@ def _forward(problem: Problem, kernel: Kernel) -> tuple[Callable[[], Outputs], f
         return (
             lambda: (kernel(query, gathered(key), gathered(value), of_pages),)
         ), of_pages.softcap
-    if problem.case.op == "attention":
-        terms = _terms(query, key, value, named)
-        return (lambda: (kernel(query, key, value, terms),)), terms.softcap
+    terms = _terms(query, key, value, named)
+    return (lambda: (kernel(query, key, value, terms),)), terms.softcap
 
-    starts_q, starts_k = (named.pop(f"cu_seqlens_{x}").tolist() for x in "qk")
+
+def _forward_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    named: dict[str, Any],
+    kernel: Kernel,
+) -> tuple[Callable[[], Outputs], float]:
+    """Return a forward that runs one sequence after the other and gathers each one's pages."""
+    spans, cu_k = list(pairwise(named.pop("cu_seqlens_q").tolist())), named.pop("cu_seqlens_k")
     del named["max_seqlen_q"], named["max_seqlen_k"]
+    table, lengths = (named.pop(name, None) for name in ("page_table", "key_lengths"))
+    spans_k = list(pairwise(cu_k.tolist())) if table is None else [(0, n) for n in lengths.tolist()]
 
     def sequence(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
         return rows[start:end].transpose(0, 1)[None]
 
-    spans = [
-        (q, k) for q, k in zip(pairwise(starts_q), pairwise(starts_k), strict=True) if q[1] > q[0]
-    ]
-    terms_of = [
-        _terms(sequence(query, *q), sequence(key, *k), sequence(value, *k), named) for q, k in spans
-    ]
+    def keys(rows: torch.Tensor, b: int) -> torch.Tensor:
+        start, end = spans_k[b]
+        if table is None:
+            return sequence(rows, start, end)
+        pages = rows[table[b, : -(-end // rows.shape[2])]]  # (pages, Hkv, page size, D)
+        return pages.transpose(0, 1).flatten(1, 2)[None, :, :end]
+
+    def inputs(b: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return sequence(query, *spans[b]), keys(key, b), keys(value, b)
+
+    terms_of = {b: _terms(*inputs(b), named) for b, (i, j) in enumerate(spans) if j > i}
 
     def forward() -> Outputs:
-        parts = [
-            kernel(sequence(query, *q), sequence(key, *k), sequence(value, *k), terms)[0].transpose(
-                0, 1
-            )
-            for (q, k), terms in zip(spans, terms_of, strict=True)
-        ]
+        parts = [kernel(*inputs(b), terms)[0].transpose(0, 1) for b, terms in terms_of.items()]
         return (torch.cat(parts),)
 
-    return forward, max((terms.softcap for terms in terms_of), default=0.0)
+    return forward, max((terms.softcap for terms in terms_of.values()), default=0.0)
 
 
 def prepare_naive(problem: Problem) -> Prepared:

@@ -161,6 +161,19 @@ class AttentionProblem:
         """True if sequences may have fewer queries than ``num_queries``."""
         return self.packed or self.query_lengths is not None
 
+    @property
+    def pages_used(self) -> torch.Tensor:
+        """bool (B, pages), true for entries of page_table that hold a key before key_lengths.
+
+        Only these entries are read.
+        """
+        assert self.page_table is not None and self.key_lengths is not None
+        first_keys = (
+            torch.arange(self.page_table.shape[1], device=self.page_table.device)
+            * self.key.shape[2]
+        )
+        return first_keys + self.key_start < self.key_lengths[:, None]
+
     # ---- visible pairs
 
     @property
@@ -340,38 +353,22 @@ class PaddedAttention(AttentionProblem):
     def num_keys(self) -> int:
         return self.key.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
 
-    @property
-    def pages_used(self) -> torch.Tensor:
-        """bool (B, pages), true for entries of page_table that hold a key before key_lengths.
-
-        Only these entries are read.
-        """
-        assert self.page_table is not None and self.key_lengths is not None
-        first_keys = (
-            torch.arange(self.page_table.shape[1], device=self.page_table.device)
-            * self.key.shape[2]
-        )
-        return first_keys + self.key_start < self.key_lengths[:, None]
-
 
 class PackedAttention(AttentionProblem):
     """Packed tensors: query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv).
 
-    Offsets are (B + 1,).
+    Offsets are (B + 1,). With page_table key and value are pools as in PaddedAttention, and
+    key_lengths stand in for cu_seqlens_k.
     """
 
     __slots__ = ()
     packed = True
     block_offsets = block_entries = key_block_offsets = key_block_entries = block_bits = None
-    page_table = key_scale = value_scale = None
-    mask = bias = query_lengths = key_lengths = prefix_lengths = query_segments = key_segments = (
-        None
-    )
+    mask = bias = query_lengths = prefix_lengths = query_segments = key_segments = None
     query_start = key_start = 0
 
     if TYPE_CHECKING:
         cu_seqlens_q: torch.Tensor
-        cu_seqlens_k: torch.Tensor
         max_seqlen_q: int
         max_seqlen_k: int
 

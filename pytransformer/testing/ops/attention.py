@@ -113,6 +113,16 @@ def _pages(d: Draw) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _packed_pages(d: Draw) -> dict[str, Any]:
+    """Return packed queries of unequal length, a chunk of each sequence, over the pages."""
+    offsets = torch.tensor(_offsets(d["Lq"], d["B"]))
+    query = d.normal(d["B"] * d["Lq"], d["Hq"], d["D"])
+    return {
+        **_pages(d), "query": query, "cu_seqlens_q": offsets.to(d.device), "cu_seqlens_k": None,
+        "max_seqlen_q": int(offsets.diff().max()), "max_seqlen_k": None,
+    }  # fmt: skip
+
+
 def _offsets(length: int, batch: int) -> list[int]:
     """Return row offsets of `batch` packed sequences of increasing length.
 
@@ -178,6 +188,13 @@ def _packed_share(s: Mapping[str, int]) -> float:
     """Return the share of B * Lq * Lk that the unequal sequences cover."""
     q, k = _offsets(s["Lq"], s["B"]), _offsets(s["Lk"], s["B"])
     pairs = sum((q[i + 1] - q[i]) * (k[i + 1] - k[i]) for i in range(s["B"]))
+    return pairs / max(s["B"] * s["Lq"] * s["Lk"], 1)
+
+
+def _packed_pages_share(s: Mapping[str, int]) -> float:
+    """Return the share of B * Lq * Lk, almost all of it visible: a chunk sees all earlier keys."""
+    q, k = _offsets(s["Lq"], s["B"]), _spread(s["Lk"], s["B"])
+    pairs = sum((q[i + 1] - q[i]) * k[i] for i in range(s["B"]))
     return pairs / max(s["B"] * s["Lq"] * s["Lk"], 1)
 
 
@@ -340,6 +357,15 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
         )
     for name, (build, tags, share) in VARLEN.items():
         yield _shaped(size, name, build, tags, share, op="attention_varlen")
+    yield _shaped(
+        size,
+        "varlen_pages",
+        _packed_pages,
+        "apart forward_only varlen causal",
+        _packed_pages_share,
+        op="attention_varlen",
+        page_size=16,
+    )
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:

@@ -245,11 +245,11 @@ class _Drawer:
         if "return_lse" in want:
             self.keywords["return_lse"] = True
         self.features = set(want)
-        if self.only is None and not self.packed and self.page_rng.random() < 0.3:
+        if self.only is None and self.page_rng.random() < 0.3:
             self.features.add("pages")
         if (
             self.only is None
-            and not self.packed
+            and (not self.packed or "pages" in self.features)
             and self.dtype != torch.float64
             and self.eight_rng.random() < 0.25
         ):

@@ -17,7 +17,7 @@ from pytransformer.testing.exact_attention import eight_bit_floor
 from .attention_problem import Problem, in_blocks
 from .draw_attention import draw
 from .guarded import place
-from .pages import in_pages, widened
+from .pages import Pools, in_pages, widened
 from .poison import StrayWrite, poisoned
 
 TAKE_NO_BLOCKS = ("torch",)  # backends without block masks get the dense mask
@@ -109,20 +109,23 @@ def run_in_pages(problem: Problem, backend: str) -> Run:
     """Run the problem without gradients and with paged KV."""
     from pytransformer.ops._core.registry import trace
 
+    pools, keywords = _pools(problem)
+    with poisoned(), trace() as record:
+        args = problem.tensors["query"], *pools.tensors
+        out, lse, explained = _call(problem, backend, args, keywords, pools.num_keys)
+    return Run({"out": out} if lse is None else {"out": out, "lse": lse}, list(record), explained)
+
+
+def _pools(problem: Problem) -> tuple[Pools, dict[str, Any]]:
+    """Return the problem's KV in pages, and its keywords over full pages."""
     assert problem.pages is not None
-    query, key, value = (problem.tensors[n] for n in ("query", "key", "value"))
-    lengths, batch = problem.keywords.get("key_lengths"), query.shape[0]
+    key, value = problem.tensors["key"], problem.tensors["value"]
+    lengths, batch = problem.keywords.get("key_lengths"), problem.tensors["query"].shape[0]
     lengths = torch.full((batch,), key.shape[2]) if lengths is None else lengths
     pools = in_pages(key, value, lengths, *problem.pages)
-    keywords = widened(
-        problem.public_keywords(problem.tensors), key.shape[2], pools.num_keys, batch, lengths
-    )
-    with poisoned(), trace() as record:
-        args = query, *pools.tensors
-        out, lse, explained = _call(
-            problem, backend, args, {**keywords, "page_table": pools.table}, pools.num_keys
-        )
-    return Run({"out": out} if lse is None else {"out": out, "lse": lse}, list(record), explained)
+    keywords = problem.public_keywords(problem.tensors)
+    keywords = widened(keywords, key.shape[2], pools.num_keys, batch, lengths)
+    return pools, {**keywords, "page_table": pools.table}
 
 
 def in_eight_bits(problem: Problem) -> Problem:
@@ -150,12 +153,7 @@ def run_in_eight_bits(problem: Problem, backend: str) -> Run:
     query, key, value = (problem.tensors[n] for n in ("query", "key", "value"))
     keywords, num_keys = problem.public_keywords(problem.tensors), key.shape[2]
     if problem.pages is not None:
-        lengths, batch = problem.keywords.get("key_lengths"), query.shape[0]
-        lengths = torch.full((batch,), num_keys) if lengths is None else lengths
-        pools = in_pages(key, value, lengths, *problem.pages)
-        keywords = widened(keywords, num_keys, pools.num_keys, batch, lengths) | {
-            "page_table": pools.table
-        }
+        pools, keywords = _pools(problem)
         (key, value), num_keys = pools.tensors, pools.num_keys
     for name, rows in (("key", key), ("value", value)):
         rows, scale = quantize_kv(rows, problem.eight_bits)
@@ -176,13 +174,15 @@ def _call(
     keywords: dict[str, Any],
     num_keys: int,
 ) -> tuple[Tensor, Tensor | None, str | None]:
-    """Call attention with the mask in blocks if requested.
+    """Call attention with the mask in blocks if requested, or attention_varlen over pools.
 
-    Return out, lse or None, and the backend that explain names.
+    Return padded out and lse or None, and the backend that explain names.
     """
     import pytransformer as pt
 
     keywords |= {"backend": backend, "strict": True}
+    if problem.packed:
+        return _call_packed(problem, args, keywords, num_keys)
     if problem.block_size and backend not in TAKE_NO_BLOCKS:
         dense, lengths = keywords["attn_mask"], (args[0].shape[2], num_keys)
         keywords["attn_mask"] = in_blocks(dense, lengths, problem.block_size)
@@ -190,6 +190,25 @@ def _call(
             keywords["attn_mask"] = in_blocks(dense, lengths, (THEIR_BLOCKS, THEIR_BLOCKS))
     explained = pt.explain("attention", *args, **keywords).backend
     return (*_outputs(pt.attention(*args, **keywords)), explained)
+
+
+def _call_packed(
+    problem: Problem, args: tuple[Tensor, ...], keywords: dict[str, Any], num_keys: int
+) -> tuple[Tensor, Tensor | None, str | None]:
+    """Pack query and call attention_varlen over pools, half of the time with a bound on lengths."""
+    import pytransformer as pt
+
+    assert problem.pages is not None
+    query, key, value = args
+    q = _Packing(keywords.pop("query_lengths"), query.shape[2])
+    rows = q.pack(query, problem.layouts["query"] if problem.pages[1] % 3 == 0 else "contiguous")
+    longest = (
+        int(keywords["key_lengths"].max()) if len(q.lengths) and problem.pages[1] % 2 else None
+    )
+    given = rows, key, value, q.offsets, None, q.max, longest
+    explained = pt.explain("attention_varlen", *given, **keywords).backend
+    out, lse = _outputs(pt.attention_varlen(*given, **keywords))
+    return q.unpack(out), None if lse is None else q.unpack(lse.mT, -torch.inf), explained
 
 
 def _outputs(returned: Any) -> tuple[Tensor, Tensor | None]:

@@ -216,6 +216,9 @@ def _call(name: str, a: AttentionProblem, **given: Any) -> Any:
     }  # fmt: skip
     if a.blocks is not None:
         given |= {name: getattr(a, name).contiguous() for name in BLOCKS}
+    if a.packed and a.page_table is not None:
+        # full rows of the table; key_lengths shorten them, so no kernel needs another case
+        given["cu_seqlens_k"] = a.num_keys * torch.arange(a.sequences + 1, device=a.query.device)
     arguments = bind(cuda_library.raw(name), a, given)
     return cuda_library.call(name, a.query.device, *arguments[:-2])
 
