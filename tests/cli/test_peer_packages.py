@@ -22,10 +22,13 @@ from pytransformer.cli.providers import Problem, Unsupported, providers
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
 
-def flash_attn_func(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False,
-                    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1,
-                    pack_gqa=None, deterministic=False):  # fmt: skip
-    """flash_attn.cute 4.0: rows are (batch, length, heads, columns), causality ends at the last."""
+def flash_attn_func(q, k, v, qv=None, softmax_scale=None, causal=False,
+                    window_size=(None, None), learnable_sink=None, softcap=0.0,
+                    deterministic=False):  # fmt: skip
+    """flash_attn.cute 4.0: rows are (batch, length, heads, columns), causality ends at the last.
+
+    Arguments that no peer passes are left out.
+    """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     lengths = q.shape[2], k.shape[2]
     hidden = torch.zeros(lengths, dtype=torch.bool)
