@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from pytransformer.cli import OK, USAGE, build_parser, main, providers
-from pytransformer.cli.benchmark import command, curves, memory, peaks, plan, report
+from pytransformer.cli import OK, USAGE, main, providers
+from pytransformer.cli.benchmark import curves, memory, peaks, plan, report
 from pytransformer.cli.benchmark.runner import Options, Runner
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
@@ -154,55 +150,6 @@ def test_bad_input_is_named(
         code = stop.code
     assert code == USAGE
     assert said in capsys.readouterr().err
-
-
-def test_bench_accepts_the_commands_of_the_gpu_run(tmp_path: Path) -> None:
-    """This covers each `pytransformer bench` in bench/gpu.sh."""
-    script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
-    environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
-    output = subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    commands = [
-        line.partition("-m pytransformer ")[2].split()
-        for line in output.splitlines()
-        if " -m pytransformer bench" in line
-    ]
-    assert len(commands) >= 6
-    for words in commands:
-        arguments = build_parser().parse_args(words)
-        steps = command._steps(arguments, command._ops(arguments.ops))
-        assert steps and arguments.device == "cuda", words
-
-
-def test_gpu_run_writes_its_logs_after_failures(tmp_path: Path) -> None:
-    """It writes few files, and a later run can run selected steps."""
-    script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
-    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": "false"}
-    assert (
-        subprocess.run(["bash", str(script)], env=environment, capture_output=True).returncode == 1
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "facts.txt",
-        "results.tar.gz",
-        "steps.txt",
-    ]
-    assert (tmp_path / "steps.txt").read_text().count(
-        "exit code 1"
-    ) == 2  # expected times, and slow kernels
-    with tarfile.open(tmp_path / "results.tar.gz") as archive:
-        assert "logs/install.log" in archive.getnames()
-    environment |= {"DRY_RUN": "1", "ONLY": "portable|decode"}
-    output = subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    steps = [line.partition(" (")[0] for line in output.splitlines() if " s): " in line]
-    assert [step for step in steps if not step.startswith("decode_8k_B=")] == [
-        "install",
-        "test_cuda_portable",
-        "attention_portable",
-    ]
-    assert len(steps) == 3 + 5
 
 
 def test_gemm_peak_is_the_max_of_pytorch_and_ours() -> None:

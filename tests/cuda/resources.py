@@ -117,26 +117,40 @@ def hazards() -> list[str]:
     ]
 
 
-def serial() -> list[str]:
-    """Return sm_90a forward kernels that wait for P V before the softmax that should overlap it.
+# The loops of sm_90a attention in SASS (sass.schedule), each with its number of copies.
+_FUSED_64 = (
+    "64x128 BAR 64x64t WAIT1 EX2*64 F2FP*32 64x128 WAIT1 STS*8 64x64r WAIT1 F2FP*32 64x64r STSM*8"
+    " WAIT0"
+)
+_FUSED_128 = (
+    "64x64 WAIT0 STS*8 64x64 EX2*32 F2FP*16 64x128r WAIT1 F2FP*16 64x128r STSM*4 BAR 64x64t WAIT1"
+)
+LOOPS = {
+    # S of the next tile, P V, and at least 32 exponentials before the wait for P V
+    r"sm90_attention_fwd_kernel<": (r"64x\d+ 64x\d+r WAIT1 EX2\*(?:3[2-9]|[4-9]\d|1\d\d) ", 1),
+    # S, dS K of the previous tile, dP, P dO, dS Q; tiles with and without bounds
+    r"sm90_attention_bwd_fused_kernel<\w+, Fused<64": (re.escape(_FUSED_64), 2),
+    # S, dP, P dO, dS Q, dS K
+    r"sm90_attention_bwd_fused_kernel<\w+, Fused<128": (re.escape(_FUSED_128), 1),
+}
+
+
+def misordered() -> list[str]:
+    """Return sm_90a attention kernels whose loop lacks its order of products and work.
 
     ptxas may move arithmetic behind a wait.
     """
-    code = {
-        symbol: "\n".join(lines)
-        for (_, symbol), lines in dumped_code().items()
-        if "sm90_attention_fwd" in symbol
-    }
+    code = {s: lines for (arch, s), lines in dumped_code().items() if arch == "sm_90a"}
     names = readable(sorted(code))
-    under = {
-        symbol: re.findall(r"DEPBAR\.LE gsb0, 0x1 (.*?)DEPBAR\.LE gsb0, 0x0 ", text, re.DOTALL)
-        for symbol, text in code.items()
-    }
-    return [
-        names[symbol]
-        for symbol, found in under.items()
-        if not any(part.count("MUFU.EX2") >= 32 for part in found)
-    ]
+    wrong = []
+    for symbol, lines in code.items():
+        for kernel, (loop, copies) in LOOPS.items():
+            if not re.match(kernel, names[symbol]):
+                continue
+            schedule = sass.schedule(lines)
+            if len(re.findall(loop, schedule)) != copies:
+                wrong.append(f"{names[symbol]}: {schedule}")
+    return wrong
 
 
 def measure() -> dict[str, dict[str, int]]:

@@ -236,6 +236,42 @@ def register_faults(kernel: Kernel) -> list[str]:
     return sorted(set(found))
 
 
+# Work that a schedule counts.
+WORK = {"EX2": "MUFU.EX2", "F2FP": "F2FP", "STSM": "STSM", "STS": "STS.128"}
+
+
+def schedule(lines: Iterable[str]) -> str:
+    """Return the order of products, waits and work in a kernel, as "64x128 EX2*32 WAIT1 ...".
+
+    A product is a group of wgmmas, named by its shape without K, and stands where its first wgmma
+    is. "t" marks a transposed A and "r" an A in registers. Work is counted up to the next product,
+    wait or barrier.
+    """
+    steps: list[str] = []
+    counts: dict[str, int] = {}
+    is_open = False  # further wgmmas belong to the last product
+
+    def anchor(name: str) -> None:
+        steps.extend(f"{work}*{counts[work]}" for work in WORK if work in counts)
+        steps.append(name)
+        counts.clear()
+
+    for text in (m[3] for m in map(LINE.match, lines) if m):
+        if m := re.match(r"HGMMA\.(64x\d+)x16\S*\s+R\d+,\s*(gdesc)?", text):
+            if not is_open:
+                mark = "t" if "tnspA" in text else "" if m[2] else "r"
+                anchor(m[1] + mark)
+            is_open = "gsb0" not in text
+        elif m := re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x([0-9a-f]+)", text):
+            anchor(f"WAIT{int(m[1], 16)}")
+        elif text.startswith("BAR.SYNC"):
+            anchor("BAR")
+        elif work := next((w for w, opcode in WORK.items() if text.startswith(opcode)), None):
+            counts[work] = counts.get(work, 0) + 1
+    anchor("END")
+    return " ".join(steps)
+
+
 def faults(lines: Iterable[str]) -> list[str]:
     """Return the faults of a kernel's SASS, one per line."""
     kernel = Kernel(lines)

@@ -50,8 +50,60 @@ def test_no_wgmma_register_is_accessed_in_flight(resources: ModuleType, table: d
     assert resources.hazards() == []
 
 
-def test_softmax_overlaps_a_product(resources: ModuleType, table: dict) -> None:
-    assert resources.serial() == []
+def test_attention_loops_keep_their_order_of_products(resources: ModuleType, table: dict) -> None:
+    assert resources.misordered() == []
+
+
+LOOP = """
+ /*0000*/ HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT ;
+ /*0010*/ MUFU.EX2 R3, R3 ;
+ /*0020*/ HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24, gsb0 ;
+ /*0030*/ HGMMA.64x64x16.F32.BF16 R88, R4, gdesc[UR24], R88, gsb0 ;
+ /*0040*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+ /*0050*/ @P0 MUFU.EX2 R2, R2 ;
+ /*0060*/ MUFU.EX2 R3, R3 ;
+ /*0070*/ F2FP.BF16.F32.PACK_AB R2, R3, R2 ;
+ /*0080*/ BAR.SYNC.DEFER_BLOCKING 0x4, 0x100 ;
+ /*0090*/ HGMMA.64x64x16.F32.BF16.tnspA.tnspB R56, gdesc[UR20], RZ, !UPT, gsb0 ;
+ /*00a0*/ STS.128 [R2], R4 ;
+ /*00b0*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "schedule"),
+    [
+        ("", "", "64x128 EX2*1 64x64r WAIT1 EX2*2 F2FP*1 BAR 64x64t STS*1 WAIT0 END"),
+        # an exponential that ptxas moves behind the wait
+        (
+            "WARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n /*0050*/ @P0 MUFU.EX2 R2, R2 ;",
+            "MUFU.EX2 R2, R2 ;\n /*0050*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;",
+            "64x128 EX2*1 64x64r EX2*1 WAIT1 EX2*1 F2FP*1 BAR 64x64t STS*1 WAIT0 END",
+        ),
+        # one group of two products
+        ("R24, gsb0", "R24", "64x128 EX2*1 WAIT1 EX2*2 F2FP*1 BAR 64x64t STS*1 WAIT0 END"),
+    ],
+)
+def test_schedule_gives_the_order_of_products_and_work(
+    old: str, new: str, schedule: str, resources: ModuleType
+) -> None:
+    assert old in LOOP
+    assert resources.sass.schedule(LOOP.replace(old, new, 1).splitlines()) == schedule
+
+
+def test_other_orders_of_products_are_detected(
+    resources: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The previous order of the fused backward ran exponentials after the wait for dS K."""
+    symbol = "_ZN2pt4cuda31sm90_attention_bwd_fused_kernelINS_3ptx4bf16ENS0_5FusedILi128ELb1EEEEEvv"
+    monkeypatch.setattr(resources, "dumped_code", lambda: {("sm_90a", symbol): []})
+    before = (
+        "64x64 BAR 64x64t WAIT1 EX2*5 WAIT0 EX2*27 F2FP*16 STS*8 64x64 64x128r WAIT1 F2FP*16"
+        " 64x128r STSM*4 WAIT0 END"
+    )
+    for schedule, wrong in ((before, 1), (resources._FUSED_128, 0)):
+        monkeypatch.setattr(resources.sass, "schedule", lambda _, schedule=schedule: schedule)
+        assert len(resources.misordered()) == wrong
 
 
 SASS = """

@@ -203,16 +203,16 @@ def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(verification, "kernel_sources", lambda backend: digests[backend])
     monkeypatch.setattr(verification, "triton_version", lambda: entry["triton"]["triton"])
     names = verification.shipped_names(gpu)
-    assert {("attention", "cuda", "bfloat16"), ("layer_norm", "triton", "float16")} <= set(names)
+    assert {("layer_norm", b, d) for b in entry for d in ("bfloat16", "float16")} <= set(names)
     listed = entry["cuda"]["families"]
     assert {op for op, backend, _ in names if backend == "cuda"} == {
         name for name, op in OPS.items() if op.family in listed
     }
     monkeypatch.setattr(verification, "triton_version", lambda: "9.9")
     assert {backend for _, backend, _ in verification.shipped_names(gpu)} == {"cuda"}
-    digests["cuda"] |= {"attention": "another"}
+    digests["cuda"] |= {"rotary": "another"}
     left = {op for op, *_ in verification.shipped_names(gpu)}
-    assert "layer_norm" in left and not left & {"attention", "attention_varlen"}
+    assert "layer_norm" in left and not left & {"rotary", "append_kv"}
     capability[0] = (8, 0)
     assert verification.shipped_names(gpu) == [] == verification.shipped_names(CPU)
 
@@ -229,7 +229,7 @@ def test_shipped_results_match_the_sources(tmp_path: Path) -> None:
     shutil.copy(ROOT / "csrc" / "interface.py", tmp_path / "csrc")
     assert tool["stale"](verification.shipped(), tmp_path) == []
     changed = {
-        "csrc/cuda/attention/sm90/fwd.cuh": {("cuda", "attention")},
+        "csrc/cuda/feed_forward/sm90/fwd.cu": {("cuda", "feed_forward")},
         "csrc/cuda/layer_norm/fwd.cuh": {("cuda", "layer_norm"), ("cuda", "rotary")},
         "kernels/rotary/fwd.py": {("triton", "rotary")},
     }

@@ -42,6 +42,8 @@ ON_REQUEST = {
     "compile": "torch.compile of the naive code",
     "flex": "compiled FlexAttention",
     "flash_attn": "the flash-attn package",
+    "flash_attn_4": "FlashAttention-4 (flash_attn.cute)",
+    "flash_attn_4_in_order": "FlashAttention-4 with deterministic=True",
     "liger": "Liger-Kernel",
     "quack": "the quack package",
     **VARIANTS,

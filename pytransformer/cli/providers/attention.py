@@ -256,6 +256,35 @@ def _prepare_pinned(backend: SDPBackend, problem: Problem) -> Prepared:
     return _prepare_sdpa(problem, (backend,))
 
 
+def _flash_arguments(problem: Problem, package: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return the tensors (B, L, H, D) and the keywords that flash-attn and flash-attn-4 share.
+
+    Keywords of ours that remain have our names.
+    """
+    named = dict(problem.named)
+    tensors = [named.pop(name).transpose(1, 2) for name in ("query", "key", "value")]
+    causal, window = named.pop("causal", None), named.pop("window", None)
+    if problem.case.op != "attention" or problem.dtype not in (torch.float16, torch.bfloat16):
+        raise Unsupported(f"{package} is compared on padded float16 and bfloat16 problems only")
+    if causal == "top_left" and tensors[0].shape[1] != tensors[1].shape[1]:
+        raise Unsupported(f"{package} aligns causality to the last key, not to the first")
+    settings = {
+        "softmax_scale": named.pop("scale", None),
+        "softcap": named.pop("softcap", None) or 0.0,
+        "causal": causal is not None,
+    }
+    if window is not None:
+        settings["window_size"] = window
+    return tensors, settings | {name: value for name, value in named.items() if value is not None}
+
+
+def _refuse_ours(settings: dict[str, Any], package: str) -> None:
+    """Raise Unsupported if keywords of ours remain in `settings`."""
+    theirs = ("softmax_scale", "softcap", "causal", "window_size", "dropout_p", "learnable_sink")
+    if left := [name for name in settings if name not in theirs]:
+        raise Unsupported(f"{package} has no {', '.join(left)}")
+
+
 def prepare_flash_attn(problem: Problem) -> Prepared:
     """Prepare the flash-attn package.
 
@@ -264,29 +293,36 @@ def prepare_flash_attn(problem: Problem) -> Prepared:
     if problem.device != "cuda":
         raise Unsupported("flash-attn runs on CUDA GPUs only")
     flash_attn = installed("flash-attn", "flash_attn")
-    named = dict(problem.named)
-    query, key, value = (named.pop(name).transpose(1, 2) for name in ("query", "key", "value"))
-    causal, window = named.pop("causal", None), named.pop("window", None)
-    if problem.case.op != "attention" or problem.dtype not in (torch.float16, torch.bfloat16):
-        raise Unsupported("flash-attn is compared on padded float16 and bfloat16 problems only")
-    if causal == "top_left" and query.shape[1] != key.shape[1]:
-        raise Unsupported("flash-attn aligns causality to the last key, not to the first")
-    settings = {
-        "softmax_scale": named.pop("scale", None),
-        "softcap": named.pop("softcap", None) or 0.0,
-        "causal": causal is not None,
-    }
-    settings["dropout_p"] = named.pop("dropout_p", 0.0)
-    named.pop("dropout_seed", None)
-    if window is not None:
-        settings["window_size"] = tuple(-1 if side is None else side for side in window)
-    if left := [name for name, value in named.items() if value is not None]:
-        raise Unsupported(f"flash-attn has no {', '.join(left)}")
+    tensors, settings = _flash_arguments(problem, "flash-attn")
+    settings.pop("dropout_seed", None)
+    if "window_size" in settings:
+        settings["window_size"] = tuple(-1 if n is None else n for n in settings["window_size"])
+    _refuse_ours(settings, "flash-attn")
     return Prepared(
         f"flash-attn {flash_attn.__version__}",
-        lambda: (flash_attn.flash_attn_func(query, key, value, **settings).transpose(1, 2),),
+        lambda: (flash_attn.flash_attn_func(*tensors, **settings).transpose(1, 2),),
         own_dropout=problem.dropout > 0,
     )
+
+
+def prepare_flash_attn_4(problem: Problem, deterministic: bool = False) -> Prepared:
+    """Prepare FlashAttention-4, whose kernels for Hopper have a deterministic backward."""
+    if problem.device != "cuda":
+        raise Unsupported("flash-attn-4 runs on CUDA GPUs only")
+    cute = installed("flash-attn-4", "flash_attn.cute")
+    if problem.dropout:
+        raise Unsupported("flash-attn-4 has no dropout")
+    tensors, settings = _flash_arguments(problem, "flash-attn-4")
+    if "sinks" in settings:
+        settings["learnable_sink"] = settings.pop("sinks")
+    _refuse_ours(settings, "flash-attn-4")
+
+    def forward() -> Outputs:
+        result = cute.flash_attn_func(*tensors, **settings, deterministic=deterministic)
+        out = result[0] if isinstance(result, tuple) else result  # versions differ in lse
+        return (out.transpose(1, 2),)
+
+    return Prepared(f"flash_attn.cute, deterministic={deterministic}", forward)
 
 
 def _pinned(backend: SDPBackend) -> AbstractContextManager[object]:
@@ -343,6 +379,8 @@ PROVIDERS = dict.fromkeys(
         compiled(prepare_naive),
         FLEX,
         Provider("flash_attn", prepare_flash_attn),
+        Provider("flash_attn_4", prepare_flash_attn_4),
+        Provider("flash_attn_4_in_order", partial(prepare_flash_attn_4, deterministic=True)),
         Provider("cuda_any_order", prepare_any_order),
     ),
 )

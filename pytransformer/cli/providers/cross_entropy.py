@@ -16,6 +16,7 @@ from pytransformer.cli.providers import (
     Provider,
     Unsupported,
     compiled,
+    installed,
 )
 
 
@@ -83,11 +84,36 @@ def prepare_torch(problem: Problem) -> Prepared:
     )
 
 
+def prepare_liger(problem: Problem) -> Prepared:
+    """Prepare Liger's fused loss, which computes its gradients in forward."""
+    if problem.device != "cuda":
+        raise Unsupported("Liger-Kernel runs on GPUs only")
+    functional = installed("liger-kernel", "liger_kernel.transformers.functional")
+    x, weight, target = (problem.named[name] for name in ("x", "weight", "target"))
+    bias, ignored, smoothing, reduction = _keywords(problem)
+    softcap, factor = _softcap_and_z_loss(problem)
+    if reduction == "none":
+        raise Unsupported("Liger-Kernel has no gradients of the loss per row")
+    settings = {
+        "ce_weight": problem.named.get("class_weight"),
+        "ignore_index": ignored,
+        "lse_square_scale": factor,
+        "label_smoothing": smoothing,
+        "reduction": reduction,
+        "softcap": softcap or None,
+    }
+    return Prepared(
+        "liger_fused_linear_cross_entropy",
+        lambda: (functional.liger_fused_linear_cross_entropy(x, weight, target, bias, **settings),),
+    )
+
+
 PROVIDERS = {
     "linear_cross_entropy": (
         Provider(NAIVE, prepare_naive),
         Provider(TORCH, prepare_torch),
         compiled(prepare_naive),
+        Provider("liger", prepare_liger),
     )
 }
 QUICK = (Row("linear_cross_entropy", {"rows": 256, "d": 256, "classes": 8192}, ("float32",)),)

@@ -100,17 +100,48 @@ def prepare_liger(problem: Problem) -> Prepared:
 
 
 def prepare_quack(problem: Problem) -> Prepared:
-    """Prepare quack's RMS norm."""
+    """Prepare quack's RMS norm, or its layer norm with weights in float32."""
     if problem.device != "cuda":
         raise Unsupported("quack runs on Hopper GPUs and later only")
     quack = installed("quack-kernels", "quack")
-    named = problem.named
-    if problem.case.op != "rms_norm":
-        raise Unsupported("quack is compared on rms_norm only")
-    eps = torch.finfo(problem.dtype).eps if named.get("eps") is None else named["eps"]
-    return Prepared(
-        "quack.rmsnorm", lambda: (quack.rmsnorm(named["x"], named.get("weight"), eps=eps),)
-    )
+    named, op = problem.named, problem.case.op
+    x, weight, bias = named["x"], named.get("weight"), named.get("bias")
+    if op == "rms_norm":
+        eps = torch.finfo(problem.dtype).eps if named.get("eps") is None else named["eps"]
+        return Prepared("quack.rmsnorm", lambda: (quack.rmsnorm(x, weight, eps=eps),))
+    if op == "add_norm" or named.get("kind", "layer") != "layer":
+        raise Unsupported("quack is compared on rms_norm and layer_norm only")
+    if weight is None:
+        raise Unsupported("quack's layer norm has a weight")
+    norm = installed("quack-kernels", "quack.rmsnorm")
+    eps = named.get("eps", 1e-5)
+    # Convert outside the clock, which favors quack.
+    floats = [None if t is None else t.detach().float() for t in (weight, bias)]
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            rows = x.reshape(-1, x.shape[-1])
+            if not any(ctx.needs_input_grad):
+                return norm.layernorm_fwd(rows, *floats, eps).view_as(x)
+            y, rstd, mean = norm.layernorm_fwd(rows, *floats, eps, True, True)
+            ctx.save_for_backward(rows, rstd, mean)
+            return y.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            rows, rstd, mean = ctx.saved_tensors
+            given = norm.layernorm_bwd(
+                rows, floats[0], grads[0].reshape_as(rows), rstd, mean, bias is not None
+            )
+            d_x, *d_weights = given
+            inputs = (weight, bias)
+            return d_x.view_as(grads[0]), *(
+                None if t is None or d is None else d.to(t.dtype)
+                for t, d in zip(inputs, d_weights, strict=True)
+            )
+
+    return Prepared("quack.rmsnorm.layernorm_fwd", lambda: (LayerNorm.apply(x, weight, bias),))
 
 
 PROVIDERS = dict.fromkeys(

@@ -49,9 +49,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers;
   using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream,
       typename Dkdv::RingQueries;
-  static constexpr int kPart = 64 * 64;            // elements of d_query per consumer and tile
-  static constexpr int kStored = 4;                // named barrier: dS is stored
-  static constexpr bool kUnderProducts = D == 64;  // registers allow d_query's part during dP
+  static constexpr int kPart = 64 * 64;  // elements of d_query per consumer and tile
+  static constexpr int kStored = 4;      // named barrier: dS is stored
   static constexpr uint32_t kNotes = kSm90Notes / (128 * kConsumers);
   using RingGradients = Ring<2, BM, BN / 64>;  // dS, rows of keys; without barriers
   using RingPart = Ring<1, kPart * 4 / kSwizzleRow, 1>;
@@ -164,10 +163,11 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     ptx::wgmma_commit();
   }
 
-  // Write the part to its buffer, which is empty, for the thread that adds it.
+  // Write the part to its buffer for the thread that adds it.
   PT_DEVICE void hand_over(int stream_iter, const float (&x)[kPart / 128]) const {
     const int thread = ptx::opaque(int(threadIdx.x)) - 128;
     const RingPart part = part_of(thread / 128);
+    part.producer_acquire(stream_iter);
     PT_UNROLL
     for (int j = 0; j < kPart / 512; ++j)
       ptx::st_shared_v4_f32(part.buffer(stream_iter) + (j * 128 + thread % 128) * 16, x[4 * j],
@@ -177,83 +177,164 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     if (lane_id() == 0) part.producer_commit(stream_iter);
   }
 
-  // Gemms of an iteration, and the work that overlaps each:
+  // Recompute descriptors: held across iterations, those of all steps of K and V would use too many
+  // registers.
+  static PT_DEVICE RingOwn own(const RingOwn& ring) {
+    return RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0);
+  }
+  // Full tiles have no hidden rows, for either consumer.
+  PT_DEVICE bool is_partial(int t) const {
+    const Range full = noted(3);
+    return t * BN < full.lo || (t + 1) * BN > full.hi;
+  }
+  PT_DEVICE int next_tile(int t) const {
+    const Range range = noted(4);
+    return t == range.lo ? range.hi - 1 : t - 1;
+  }
+  PT_DEVICE void clear_hidden_queries(int stream_iter, int t) const {
+    clear_rows<kConsumers>(q, stream_iter, t * BN, noted(2));
+    clear_rows<kConsumers>(d_out, stream_iter, t * BN, noted(2));
+  }
+
+  // Compute P from the scores, and a copy for dS: no code may use P while it is an operand.
+  PT_DEVICE void weigh(uint32_t (&weights)[BN / 16][4], float (&s)[BN / 2], int stream_iter, int t,
+                       bool partial) const {
+    const float scale_log2 = args.g.p.scale * kLog2e;
+    each_row_stat(s, own_row_stats(stream_iter), [&](float& x, float row_max) {
+      x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max));
+    });
+    if (partial) {
+      PT_UNROLL
+      for (int row = 0; row < 2; ++row) {
+        const Range bounds = noted(row);
+        each_element(s, t * BN, [&](float& e, int r, int column) {
+          e = r != row || bounds.has(column) ? e : 0.0f;
+        });
+      }
+    }
+    pack_recomputed<T>(weights, s);
+  }
+  static PT_DEVICE void copy(uint32_t (&ds)[BN / 16][4], const uint32_t (&weights)[BN / 16][4]) {
+    PT_UNROLL
+    for (int i = 0; i < BN / 4; ++i) {
+      ds[i / 4][i % 4] = weights[i / 4][i % 4];
+      ptx::fence_operand(ds[i / 4][i % 4]);
+    }
+  }
+
+  // Turn the copy of P into dS, start dS Q and store dS under it.
+  PT_DEVICE void differentiate(float (&dk)[D / 2], uint32_t (&ds)[BN / 16][4], float (&dp)[BN / 2],
+                               int stream_iter) const {
+    each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN,
+                  [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
+    // A zero unknown to the compiler, which would otherwise widen P to float32 early and use
+    // registers.
+    const int zero = noted(5).hi;
+    PT_UNROLL
+    for (int i = 0; i < BN / 4; ++i) ds[i / 4][i % 4] ^= uint32_t(zero);
+    pack_gradients<T>(ds, ds, dp);
+    multiply_weights<T>(dk, ds, q, stream_iter);
+    store_gradients(stream_iter, ds);
+  }
+
+  PT_DEVICE void release_queries(int stream_iter) const {
+    // A lane releases for its warp's reads of row stats too.
+    ptx::syncwarp();
+    if (lane_id() == 0) q.consumer_release(stream_iter), d_out.consumer_release(stream_iter);
+  }
+
+  // Process a Q tile. The gemms in order of issue, and the work that overlaps each:
   //
-  //   S          | dS K of the previous iteration | dP            | P dO | dS Q
-  //   a barrier  | exp2                           | dS K is added | dS   | dS is stored
+  //   D 64    S       | dS K of the previous tile | dP                  | P dO | dS Q
+  //           barrier | exp2                      | dS K is handed over | dS   | dS is stored
   //
-  // No gemm is in flight between iterations or where paths merge: ptxas would wait there.
+  //   D 128   S                      | dP   | P dO | dS Q                  | dS K
+  //           then the previous dS K | exp2 | dS   | dS is stored, barrier | the next tile starts
+  //           is handed over
+  //
+  // Work that overlaps a gemm ends in operands of the next one: ptxas moves other arithmetic behind
+  // the wait. At head size 128 registers hold either dS K or the copy of P beside dP; at 64, both.
+  template <bool Partial, bool First>
+  PT_DEVICE void add_tile_64(float (&dk)[D / 2], float (&dv)[D / 2], float (&part)[kPart / 128],
+                             int stream_iter, int t) const {
+    float s[BN / 2], dp[BN / 2];
+    uint32_t weights[BN / 16][4], ds[BN / 16][4];
+    if (Partial) clear_hidden_queries(stream_iter, t);
+    q.consumer_wait(stream_iter);
+    multiply_rows<T, D>(s, own(k), 0, q, stream_iter, false);
+    if (!First) multiply_part(part, stream_iter - 1, own(k));
+    ptx::wgmma_wait<First ? 0 : 1>();
+    weigh(weights, s, stream_iter, t, Partial);
+    d_out.consumer_wait(stream_iter);
+    multiply_rows<T, D>(dp, own(v), 0, d_out, stream_iter, false);
+    if (!First) {
+      ptx::wgmma_wait<1>();
+      hand_over(stream_iter - 1, part);
+    }
+    copy(ds, weights);
+    multiply_weights<T>(dv, weights, d_out, stream_iter);
+    ptx::wgmma_wait<1>();
+    differentiate(dk, ds, dp, stream_iter);
+    ptx::wgmma_wait<0>();
+    release_queries(stream_iter);
+  }
+
+  // dS K is in flight at the end, also across the loop's back edge. ptxas accepts that because only
+  // wgmmas access it before the wait for all.
+  template <bool First>
+  PT_DEVICE void add_tile_128(float (&dk)[D / 2], float (&dv)[D / 2], float (&part)[kPart / 128],
+                              int stream_iter, int t) const {
+    float s[BN / 2], dp[BN / 2];
+    uint32_t weights[BN / 16][4], ds[BN / 16][4];
+    const bool partial = is_partial(t);
+    if (partial) clear_hidden_queries(stream_iter, t);
+    q.consumer_wait(stream_iter);
+    multiply_rows<T, D>(s, own(k), 0, q, stream_iter, false);
+    ptx::wgmma_wait<0>();
+    if (!First) hand_over(stream_iter - 1, part);
+    d_out.consumer_wait(stream_iter);
+    multiply_rows<T, D>(dp, own(v), 0, d_out, stream_iter, false);
+    weigh(weights, s, stream_iter, t, partial);
+    copy(ds, weights);
+    multiply_weights<T>(dv, weights, d_out, stream_iter);
+    ptx::wgmma_wait<1>();
+    differentiate(dk, ds, dp, stream_iter);
+    multiply_part(part, stream_iter, own(k));
+    ptx::wgmma_wait<1>();
+    release_queries(stream_iter);
+  }
+
+  PT_DEVICE void add_tiles(float (&dk)[D / 2], float (&dv)[D / 2], int t) const {
+    float part[kPart / 128];
+    int stream_iter = 0;
+    if constexpr (D == 64) {
+      add_tile_64<true, true>(dk, dv, part, stream_iter, t);
+      while (++stream_iter < noted(5).lo) {
+        t = next_tile(t);
+        if (is_partial(t)) add_tile_64<true, false>(dk, dv, part, stream_iter, t);
+        else add_tile_64<false, false>(dk, dv, part, stream_iter, t);
+      }
+      multiply_part(part, --stream_iter, own(k));
+      ptx::wgmma_wait<0>();
+      hand_over(stream_iter, part);
+    } else {
+      add_tile_128<true>(dk, dv, part, stream_iter, t);
+      while (++stream_iter < noted(5).lo) {
+        t = next_tile(t);
+        add_tile_128<false>(dk, dv, part, stream_iter, t);
+      }
+      ptx::wgmma_wait<0>();
+      hand_over(stream_iter - 1, part);
+    }
+  }
+
   PT_DEVICE void consume() const {
     const AttentionProblem& p = args.g.p;
-    const float scale_log2 = p.scale * kLog2e;
     const Work w(p, args.order, block_number());
     note_bounds(w);
-    float dk[D / 2], dv[D / 2], s[BN / 2], part[kPart / 128];
+    float dk[D / 2], dv[D / 2];
     PT_UNROLL
     for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0.0f;
-
-    int stream_iter = 0, t = w.begin();
-    // Process one Q tile. cut: bounds make it partial; first: it is the block's first.
-    const auto take = [&](auto cut, auto first) {
-      // Recompute descriptors: held across iterations, those of all steps of K and V would use too
-      // many registers.
-      const RingOwn own_k(uint32_t(ptx::opaque(int(k.buffer(0)))), 0),
-          own_v(uint32_t(ptx::opaque(int(v.buffer(0)))), 0);
-      if (cut) {
-        // Full tiles have no such rows, for either consumer.
-        clear_rows<kConsumers>(q, stream_iter, t * BN, noted(2));
-        clear_rows<kConsumers>(d_out, stream_iter, t * BN, noted(2));
-      }
-      q.consumer_wait(stream_iter);
-      multiply_rows<T, D>(s, own_k, 0, q, stream_iter, false);
-      if (!first) multiply_part(part, stream_iter - 1, own_k);
-      ptx::wgmma_wait<first ? 0 : 1>();
-      each_row_stat(s, own_row_stats(stream_iter), [&](float& x, float row_max) {
-        x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max));
-      });
-      if (cut) {
-        PT_UNROLL
-        for (int row = 0; row < 2; ++row) {
-          const Range bounds = noted(row);
-          each_element(s, t * BN, [&](float& e, int r, int column) {
-            e = r != row || bounds.has(column) ? e : 0.0f;
-          });
-        }
-      }
-      // Compute dS from a copy of P, because no other code may use P while it is an operand.
-      uint32_t weights[BN / 16][4], ds[BN / 16][4];
-      pack_recomputed<T>(weights, s);
-      PT_UNROLL
-      for (int i = 0; i < BN / 4; ++i) {
-        ds[i / 4][i % 4] = weights[i / 4][i % 4];
-        ptx::fence_operand(ds[i / 4][i % 4]);
-      }
-      ptx::wgmma_wait<0>();
-      d_out.consumer_wait(stream_iter);
-      if (!first) part_of(consumer()).producer_acquire(stream_iter - 1);
-      if (!first && !kUnderProducts) hand_over(stream_iter - 1, part);
-      multiply_rows<T, D>(s, own_v, 0, d_out, stream_iter, false);
-      multiply_weights<T>(dv, weights, d_out, stream_iter);
-      if (!first && kUnderProducts) hand_over(stream_iter - 1, part);
-      ptx::wgmma_wait<1>();
-      each_row_stat(s, own_row_stats(stream_iter) + 4 * BN,
-                    [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
-      // A zero unknown to the compiler, which would otherwise widen P to float32 early and use
-      // registers.
-      const int zero = noted(5).hi;
-      PT_UNROLL
-      for (int i = 0; i < BN / 4; ++i) ds[i / 4][i % 4] ^= uint32_t(zero);
-      pack_gradients<T>(ds, ds, s);
-      multiply_weights<T>(dk, ds, q, stream_iter);
-      store_gradients(stream_iter, ds);
-      ptx::wgmma_wait<0>();
-      // A lane releases for its warp's reads of row stats too.
-      ptx::syncwarp();
-      if (lane_id() == 0) q.consumer_release(stream_iter), d_out.consumer_release(stream_iter);
-    };
-    constexpr std::true_type kYes;
-    constexpr std::false_type kNo;
-
     if (w.range.count() > 0) {
       const Range keep = keys_to_keep(p, w.s);
       k.consumer_wait(0);
@@ -265,17 +346,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
         clear_rows<kConsumers>(k, 0, w.j0, keep);
         clear_rows<kConsumers>(v, 0, w.j0, keep);
       }
-      take(kYes, kYes);
-      while (++stream_iter < noted(5).lo) {
-        const Range range = noted(4), whole = noted(3);
-        t = t == range.lo ? range.hi - 1 : t - 1;
-        if (t * BN >= whole.lo && (t + 1) * BN <= whole.hi) take(kNo, kNo);
-        else take(kYes, kNo);
-      }
-      multiply_part(part, --stream_iter, k);
-      ptx::wgmma_wait<0>();
-      part_of(consumer()).producer_acquire(stream_iter);
-      hand_over(stream_iter, part);
+      add_tiles(dk, dv, w.begin());
       consumer_release_warpgroup(k, 0);
       consumer_release_warpgroup(v, 0);
     }
