@@ -12,6 +12,8 @@ bold.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import os
 import subprocess
@@ -38,6 +40,7 @@ MACHINES = (
     "intel-xeon-amx-2-cores",
 )
 GPU = "nvidia-h100-80gb-hbm3"
+GPU_TABLE = RESULTS / GPU / "table.csv"
 # Runs in the GPU's folder, in the page's order; each problem appears in its newest run only.
 GPU_RUNS = (
     "second/fwd64", "second/fwd128", "second/bwd64", "second/bwd128", "long", "d256",
@@ -205,23 +208,6 @@ def by_op(run: Run) -> dict[str, str]:
     return cells
 
 
-def by_length(run: Run) -> dict[str, str]:
-    """Return the median ratio over heads and head sizes of plain attention for each length."""
-    groups: dict[str, dict[str, list[float]]] = {}
-    for row in ours(run):
-        value, shape = ratio(row), sizes(row)
-        if row["case"] in GRID and value is not None and shape["Lq"] == shape["Lk"] >= 512:
-            title = f"{row['case']} {SHORT[row['dtype']]}, L = {shape['Lk']}"
-            groups.setdefault(title, {}).setdefault(row["direction"], []).append(value)
-    ordered = sorted(groups, key=lambda title: (title.split(",")[0], int(title.split()[-1])))
-    return {
-        title: " / ".join(
-            times(median(groups[title][d])) for d in ("fwd", "fwd+bwd") if d in groups[title]
-        )
-        for title in ordered
-    }
-
-
 def aims(run: Run) -> dict[str, str]:
     """Return the median of each aim's values and how many of them reach it."""
     cells = {}
@@ -324,24 +310,32 @@ def gpu_rows(name: str) -> list[GpuRow]:
     return list(problems.values())
 
 
-def gpu() -> str:
-    """Return the table of the H100: milliseconds of our kernels and of PyTorch's fastest."""
+def gpu() -> list[dict[str, str]]:
+    """Return the rows of GPU_TABLE: milliseconds of our kernels and of PyTorch's fastest."""
     rows = []
     for name in GPU_RUNS:
         for row in gpu_rows(name):
-            triton = f"{row.ms['triton']:.3f}" if "triton" in row.ms else "–"
-            cells = [f"{row.ms['cuda']:.3f}", triton, f"{row.tflops:.0f}", *row.peer_cells(), name]
-            rows.append([row.case.replace("_", " "), row.shape, row.direction, *cells])
-    heads = (
-        "case",
-        "shape",
-        "direction",
-        "`cuda`, ms",
-        "`triton`, ms",
-        "`cuda`, TFLOP/s",
-        "fastest of PyTorch, ms",
-    )
-    return table((*heads, "PyTorch over `cuda`", "run"), rows)
+            best = row.best_peer()
+            rows.append({
+                "case": row.case, "shape": row.shape, "direction": row.direction,
+                "cuda_ms": f"{row.ms['cuda']:.3f}",
+                "triton_ms": f"{row.ms['triton']:.3f}" if "triton" in row.ms else "",
+                "cuda_tflops": f"{row.tflops:.0f}",
+                "torch_ms": f"{row.ms[best]:.3f}" if best else "",
+                "torch_kernel": GPU_PEERS[best] if best else "",
+                "torch_over_cuda": f"{row.ms[best] / row.ms['cuda']:.2f}" if best else "",
+                "run": name,
+            })  # fmt: skip
+    return rows
+
+
+def gpu_table() -> str:
+    """Return the text of GPU_TABLE."""
+    rows, text = gpu(), io.StringIO()
+    written = csv.DictWriter(text, rows[0], lineterminator="\n")
+    written.writeheader()
+    written.writerows(rows)
+    return text.getvalue()
 
 
 def gpu_summary() -> str:
@@ -416,10 +410,6 @@ def section(runs: dict[str, Run]) -> str:
             "## CPU, by op",
             "Range of PyTorch's time over ours, forward / forward with backward.",
             per_machine(runs, by_op, "op"),
-            "## CPU, plain attention by length",
-            "Median over head sizes 64 and 128 and over 1 and 8 heads, forward / forward with "
-            "backward.",
-            per_machine(runs, by_length, "case"),
             "## CPU, share of the machine's limits",
             "Median, and the number of rows that reach the aim.",
             per_machine(runs, aims, "aim"),
@@ -428,10 +418,10 @@ def section(runs: dict[str, Run]) -> str:
             "training.",
             models(runs),
             "## NVIDIA H100 80GB HBM3",
-            f"bfloat16, torch 2.11.0+cu130, 2026-11-26, L2 flushed before each call. The last "
-            f"column names "
-            f"the folder of `bench/results/{GPU}`.",
-            gpu(),
+            f"bfloat16, torch 2.11.0+cu130, 2026-11-26, L2 flushed before each call. "
+            f"[All {len(gpu())} problems](../bench/results/{GPU}/{GPU_TABLE.name}) with their"
+            " runs.",
+            gpu_summary(),
             "## Machines",
             "\n".join(f"- `{name}`: {described(run)}" for name, run in runs.items()),
         ]
@@ -487,7 +477,9 @@ def main() -> None:
         default=MACHINES[0],
         help="machine that --run replaces (%(default)s)",
     )
-    parser.add_argument("--write", action="store_true", help="write both pages")
+    parser.add_argument(
+        "--write", action="store_true", help="write both pages and the H100's CSV file"
+    )
     options = parser.parse_args()
     if options.run:
         raw = ROOT / "results" / options.machine  # git ignores this folder
@@ -500,6 +492,7 @@ def main() -> None:
     PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), section(runs)), encoding="utf-8")
     readme = README.read_text(encoding="utf-8")
     README.write_text(replaced(readme, readme_section(runs)), encoding="utf-8")
+    GPU_TABLE.write_text(gpu_table(), encoding="utf-8")
 
 
 if __name__ == "__main__":
