@@ -135,6 +135,7 @@ bench() { # FILE NAME SECONDS ARGUMENTS…
   [[ $name =~ ${ONLY:-.} ]] || return 0
   if [[ -n ${ON_CPU:-} ]]; then
     least=0
+    [[ $file != turns ]] || limit=1
     set -- "$@" --size small --shape L=16 --backends cpu,torch --device cpu --threads 1
   else
     set -- "$@" --device cuda
