@@ -298,11 +298,11 @@ def test_gpu_results_are_installed(tmp_path: Path) -> None:
     wheel, _ = build_wheel(source, tmp_path / "wheel", PYTRANSFORMER_CPU="0")
     python = install(wheel, tmp_path / "environment")
     found = call(python, "-c", LOAD, cwd=tmp_path)
-    assert "('attention', 'cuda')" in found and "('layer_norm', 'cuda')" in found
+    assert "('rotary', 'cuda')" in found and "('layer_norm', 'cuda')" in found
     assert f"rows {len(dispatch.preferences()['sm_90'])}\n" in found
     (package,) = tmp_path.glob("environment/lib/*/site-packages/pytransformer")
     info = json.loads((package / "_build_info.json").read_text())
-    info["cuda_sources"]["attention"] = "another"
+    info["cuda_sources"]["rotary"] = "another"
     (package / "_build_info.json").write_text(json.dumps(info))
     found = call(python, "-c", LOAD, cwd=tmp_path)
-    assert "('attention', 'cuda')" not in found and "('layer_norm', 'cuda')" in found
+    assert "('rotary', 'cuda')" not in found and "('layer_norm', 'cuda')" in found

@@ -173,24 +173,27 @@ FAULTS = (
     (
         "watch.cpp",
         (
-            "return (included == usual || included == inference) &&\n        "
-            " !at::impl::PythonTorchFunctionTLS::stack_len() &&\n        "
-            " !torch::profiler::impl::profilerEnabled() &&\n        "
-            " std::all_of(watchers.begin(), watchers.end(), holds_nothing);"
+            "if ((included != usual && included != inference) ||\n      "
+            "at::impl::PythonTorchFunctionTLS::stack_len() ||"
+            " torch::profiler::impl::profilerEnabled())\n    return false;\n"
+            "  const Gil gil;\n"
+            "  return std::all_of(watchers.begin(), watchers.end(), is_empty);"
         ),
         (
-            "return (PT_FAULT(modes_ignored) || included == usual || included == inference) &&\n   "
-            "      (PT_FAULT(function_modes_ignored) ||"
-            " !at::impl::PythonTorchFunctionTLS::stack_len()) &&\n        "
-            " (PT_FAULT(profiler_ignored) || !torch::profiler::impl::profilerEnabled()) &&\n       "
-            "  (PT_FAULT(watchers_ignored) || std::all_of(watchers.begin(), watchers.end(),"
-            " holds_nothing));"
+            "if ((!PT_FAULT(modes_ignored) && included != usual && included != inference) ||\n"
+            "      (!PT_FAULT(function_modes_ignored) &&"
+            " at::impl::PythonTorchFunctionTLS::stack_len()) ||\n"
+            "      (!PT_FAULT(profiler_ignored) && torch::profiler::impl::profilerEnabled()))\n"
+            "    return false;\n"
+            "  const Gil gil;\n"
+            "  return PT_FAULT(watchers_ignored) ||"
+            " std::all_of(watchers.begin(), watchers.end(), is_empty);"
         ),
     ),
     (
         "watch.cpp",
-        "(holds_nothing",
-        "(PT_FAULT(traces_forgotten) || holds_nothing",
+        "(is_empty(traces)",
+        "(PT_FAULT(traces_forgotten) || is_empty(traces)",
     ),
     (
         "watch.cpp",

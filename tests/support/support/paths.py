@@ -45,7 +45,8 @@ def taken_by(op: str, *args: Any, **kwargs: Any) -> bool:
     """Return True if the C++ fast path handles this call of ``pt.<op>``."""
     call = inspect.signature(getattr(pt, op)).bind(*args, **kwargs)
     call.apply_defaults()
-    return getattr(fast_path.entries, op)(*call.arguments.values()) is not NotImplemented
+    given = [value for name, value in call.arguments.items() if name != "unknown"]
+    return getattr(fast_path.entries, op)(*given) is not NotImplemented
 
 
 taken = functools.partial(taken_by, "attention")
