@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -88,6 +89,10 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation
     if op not in OPS:
         raise ValueError(f"explain: unknown op {op!r}; the ops are {', '.join(OPS)}")
     target = OPS[op]
+    try:
+        inspect.signature(target.prepare).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op}: {error}") from None
     a, backend, _ = target.prepare(*args, **kwargs)
     forced = backend or forced_backend(op)
     entries = ordered(target, a, "fwd")

@@ -440,7 +440,7 @@ def readme_section(runs: dict[str, Run]) -> str:
             cpu_summary(runs),
             (
                 "A bold value below 1 means that we are slower. [Performance](docs/performance.md)"
-                " lists every row."
+                " has more."
             ),
         ]
     )

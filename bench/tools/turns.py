@@ -49,7 +49,7 @@ class Worker:
             env=environment,
         )
 
-    def ask(self, command: str, **arguments: Any) -> Any:
+    def request(self, command: str, **arguments: Any) -> Any:
         assert self.process.stdin and self.process.stdout
         try:
             self.process.stdin.write(json.dumps([command, arguments]) + "\n")
@@ -164,7 +164,7 @@ def timed(
                 continue
             name = backend if backend in peers else f"{who} {backend}"
             try:
-                warm = workers[who].ask("prepare", step=step, backend=backend)
+                warm = workers[who].request("prepare", step=step, backend=backend)
                 repeats[name] = max(1, round(2e-3 / max(warm, 1e-6)))
             except WorkerError as error:
                 reasons[name] = str(error)
@@ -182,9 +182,9 @@ def timed(
         for name in order if turn % 2 == 0 else reversed(order):
             who, _, backend = name.rpartition(" ")
             worker = workers[who or CANDIDATE]
-            samples[name].append(worker.ask("sample", backend=backend, repeats=repeats[name]))
+            samples[name].append(worker.request("sample", backend=backend, repeats=repeats[name]))
     for worker in workers.values():
-        worker.ask("drop")
+        worker.request("drop")
     return samples, reasons
 
 
@@ -224,7 +224,9 @@ def run(options: argparse.Namespace) -> int:
             if limit < 1:
                 print(f"{name}: left out, no time", flush=True)
                 continue
-            problems = [worker.ask("open", arguments=arguments) for worker in workers.values()][-1]
+            problems = [worker.request("open", arguments=arguments) for worker in workers.values()][
+                -1
+            ]
             print(name, flush=True)
             for step, problem in enumerate(problems):
                 backends = problem.pop("backends")

@@ -106,19 +106,22 @@ def refuse_gradients(op: Any, arguments: Any) -> None:
 
 
 # How arguments of PyTorch, FlexAttention and flash-attn are expressed here.
-ELSEWHERE = {
+PACKED_ELSEWHERE = {
     "is_causal": 'use causal="top_left"',
-    "mask": "use attn_mask",
-    "key_padding_mask": "use key_lengths, or attn_mask of shape (B, 1, 1, Lk), True to attend",
     "dropout": "use dropout_p",
     "enable_gqa": "leave it out: shapes decide, Hq is a multiple of Hkv",
-    "score_mod": "add a tensor by bias=, or use softcap=, AlibiBias or RelativePositionBias",
-    "mask_mod": "use attn_mask=BlockMask.from_function(...)",
-    "block_mask": "use attn_mask",
+    "score_mod": "use softcap, or bias=AlibiBias(...) or RelativePositionBias(...)",
     "window_size": "use window=(left, right), None for an unbounded side",
     "softmax_scale": "use scale",
     "alibi_slopes": "use bias=AlibiBias(slopes)",
     "block_table": "use page_table",
+}
+ELSEWHERE = PACKED_ELSEWHERE | {
+    "mask": "use attn_mask",
+    "key_padding_mask": "use key_lengths, or attn_mask of shape (B, 1, 1, Lk), True to attend",
+    "score_mod": "add a tensor by bias=, or use softcap, AlibiBias or RelativePositionBias",
+    "mask_mod": "use attn_mask=BlockMask.from_function(...)",
+    "block_mask": "use attn_mask",
     "cu_seqlens_q": "use attention_varlen",
 }
 
@@ -127,8 +130,9 @@ def refuse_unknown(op: str, unknown: Collection[str]) -> None:
     """Raise TypeError for keywords that the op does not have, with the name that it uses."""
     if not unknown:
         return
-    name = min(unknown, key=lambda name: name not in ELSEWHERE)
-    hint = ELSEWHERE.get(name, f"help(pytransformer.{op}) lists the arguments")
+    hints = ELSEWHERE if op == "attention" else PACKED_ELSEWHERE
+    name = min(unknown, key=lambda name: name not in hints)
+    hint = hints.get(name, f"help(pytransformer.{op}) lists the arguments")
     raise TypeError(f"{op}: unexpected argument {name!r}; {hint}")
 
 

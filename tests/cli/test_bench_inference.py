@@ -115,6 +115,22 @@ def test_wrong_and_absent_engines_are_reported_and_not_timed(
     assert all("pip install" in reason for reason in reasons.values()), reasons
 
 
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("engine", ["convert", "sdpa"])
+@pytest.mark.parametrize("late", [False, True], ids=["prepared", "called"])
+def test_failures_are_listed_and_fail_the_run_if_ours(
+    engine: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setitem(engines.ENGINES, engine, lambda *_: fails if late else fails())
+    code, rows = bench(tmp_path, "query", "--engines", f"eager,{engine}", "--dtype", "float32")
+    assert code == (WRONG if engine == "convert" else OK)
+    reasons = {name: row["reason"] for (_, _, name), row in rows.items()}
+    assert reasons == {"eager": "", engine: "FAILED: RuntimeError: out of luck"}
+
+
 @pytest.mark.slow  # exports and compiles
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("engine", ["compile", "onnxruntime", "openvino", "ctranslate2"])

@@ -115,7 +115,7 @@ class FakeWorker:
     def __init__(self, who: str, order: list[str], seconds: float) -> None:
         self.who, self.order, self.seconds = who, order, seconds
 
-    def ask(self, request: str, backend: str = "", **_: object) -> float:
+    def request(self, request: str, backend: str = "", **_: object) -> float:
         if request == "sample":
             self.order.append(f"{self.who} {backend}")
         return self.seconds
@@ -145,7 +145,7 @@ def test_lost_workers_are_named(tool) -> None:
     worker = turns.Worker(ROOT)
     worker.process.kill()
     with pytest.raises(turns.WorkerError, match=r"exit code|ended"):
-        worker.ask("open", arguments=[])
+        worker.request("open", arguments=[])
 
 
 def test_clocks_relate_time_to_cycles(tool, tmp_path: Path, monkeypatch) -> None:

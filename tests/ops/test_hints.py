@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._attention_arguments import ELSEWHERE
+from pytransformer.ops._attention_arguments import ELSEWHERE, PACKED_ELSEWHERE
+from pytransformer.ops._core.registry import OPS
 
 Q = torch.randn(2, 4, 8, 16)
 
@@ -58,22 +60,32 @@ def test_frequent_mistakes_name_the_way_out(call, kind, hint) -> None:
         call()
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, "no_such"])
-def test_keywords_of_other_libraries_name_ours(name: str) -> None:
-    """The call and ``explain`` refuse them; a hint names an argument or a class that exists."""
-    for call in (pt.attention, lambda *a, **k: pt.explain("attention", *a, **k)):
-        with pytest.raises(TypeError, match=f"attention: unexpected argument '{name}'; ") as error:
-            call(Q, Q, Q, **{name: True})
+PACKED, ENDS = Q[0].transpose(0, 1), torch.tensor([0, 8])
+CALLS = {
+    "attention": ((Q, Q, Q), ELSEWHERE),
+    "attention_varlen": ((PACKED, PACKED, PACKED, ENDS, ENDS, 8, 8), PACKED_ELSEWHERE),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, (_, hints) in CALLS.items() for name in (*hints, "no_such")]
+)
+def test_keywords_of_other_libraries_name_ours(op: str, name: str) -> None:
+    """The call and ``explain`` refuse them; a hint names what the op or the package has."""
+    for call in (getattr(pt, op), functools.partial(pt.explain, op)):
+        with pytest.raises(TypeError, match=f"^{op}: unexpected argument '{name}'; ") as error:
+            call(*CALLS[op][0], **{name: True})
     hint = str(error.value).partition("; ")[2]
-    ours = [*inspect.signature(pt.attention).parameters, *dir(pt), "Hq"]
-    assert any(re.search(rf"\b{word}\b", hint) for word in ours), hint
+    ours = {*inspect.signature(getattr(pt, op)).parameters, *dir(pt), "shapes"}
+    assert ours & set(re.findall(r"\w+", hint)), hint
+    arguments = set(re.findall(r"\b(\w+)=|use (\w+)", hint))
+    assert {a or b for a, b in arguments} <= ours, hint
 
 
-def test_unknown_keywords_of_packed_calls_are_refused() -> None:
-    packed, ends = Q[0].transpose(0, 1), torch.tensor([0, 8])
-    call = (packed, packed, packed, ends, ends, 8, 8)
-    with pytest.raises(TypeError, match="attention_varlen: unexpected argument 'softmax_scale'; "):
-        pt.attention_varlen(*call, softmax_scale=1.0)
+@pytest.mark.parametrize("op", OPS)
+def test_explain_names_the_op_in_refused_keywords(op: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{op}: .*(missing|unexpected)"):
+        pt.explain(op, no_such=1)
 
 
 def test_switch_refuses_a_model_that_is_not_of_transformers() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core.registry import trace
+from pytransformer.ops._core.registry import OPS, trace
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds, exact_attention, oracle
 from pytransformer.testing.cases import APART, FORWARD_ONLY, Case, cases
@@ -23,6 +23,7 @@ from support.raw_calls import arguments
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SOLVERS = {"attention": exact_attention.padded, "attention_varlen": exact_attention.packed}
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -177,19 +178,19 @@ def test_pages_within_the_bound_of_float64(backend: str, lq: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "named", cases("attention", tags={APART, FORWARD_ONLY}), ids=lambda c: c.name
+    "named",
+    [c for op in SOLVERS for c in cases(op, tags={APART, FORWARD_ONLY})],
+    ids=lambda c: c.name,
 )
 def test_named_cases_within_the_bound(backend: str, named: Case) -> None:
     """Benchmarks and ``pytransformer verify`` use these cases; no tensor requires a gradient."""
+    op, function = OPS[named.op], getattr(pt, named.op)
     for dtype in (torch.float32, torch.bfloat16):
         args, kwargs = named.make("cpu", dtype, seed=3, requires_grad=True)
-        if (
-            reason := attention_op.reason(backend, attention_op.prepare(*args, **kwargs)[0])
-        ) is not None:
+        if (reason := op.reason(backend, op.prepare(*args, **kwargs)[0])) is not None:
             pytest.skip(f"backend {backend} declines: {reason}")
-        out = pt.attention(*args, **kwargs, backend=backend, strict=True)
-        found = {"query": args[0], "key": args[1], "value": args[2], **kwargs}
-        answer = exact_attention.padded(found, None)
+        out = function(*args, **kwargs, backend=backend, strict=True)
+        answer = SOLVERS[named.op](dict(zip(op.positional, args)) | kwargs, None)
         wrong = [str(c) for c in bounds.check(answer, {"out": out}, dtype, "zero_mean") if not c.ok]
         assert not wrong, "\n".join(wrong)
 

