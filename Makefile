@@ -16,7 +16,7 @@ install:  ## the environment .venv with this checkout in it, native code built
 
 build: install  ## the same; afterwards it compiles only what changed
 
-demo:  ## install, then see it work: kernels and models checked and timed beside PyTorch (under four minutes)
+demo:  ## install, then see it work: kernels and models checked and timed beside PyTorch
 	@PYTRANSFORMER_CPU_ISAS=native PYTRANSFORMER_CUDA_ARCHS=native $(PYTHON) bench/tools/install.py --extras bench,models,hf
 	$(BIN)/python bench/tools/step_time.py --seconds 2
 	$(BIN)/pytransformer demo
