@@ -4,14 +4,16 @@
     OMP_NUM_THREADS=1 python bench/tools/linear_choice.py [--dtype float32 bfloat16] [--seconds 0.3]
 
 Each row times torch.nn.functional.linear, our kernel and our kernel with packed weights, forward,
-and PyTorch's and our forward and backward. A ratio is PyTorch's time over ours. "ours" marks the
-rows for which the table (ops/_backends/cpu/linear.py) selects our kernel. The exit status is 1 if
-its choice is more than 10 % slower than the other one in a row.
+and PyTorch's and our forward and backward. Forward's weights come from memory, as in a model: each
+call reads another of several copies that exceed the caches. A ratio is PyTorch's time over ours.
+"ours" marks the rows for which the table (ops/_backends/cpu/linear.py) selects our kernel. The exit
+status is 1 if its choice is more than 10 % slower than the other one in a row.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -28,6 +30,7 @@ from pytransformer.ops._backends.cpu import linear as cpu
 WIDTHS = ((384, 384), (384, 1536), (768, 768), (768, 2304), (768, 3072), (3072, 768))
 ROWS = (1, 8, 12, 32, 64, 128, 256, 512, 1024, 1536)
 TOLERANCE = 1.1
+COLD_BYTES = 96 << 20
 
 
 def times(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
@@ -41,15 +44,19 @@ def step(run: Callable[..., torch.Tensor], inputs: list[torch.Tensor], d_out: to
 
 def measure(rows: int, k: int, n: int, dtype: torch.dtype, seconds: float) -> tuple[str, bool]:
     """Return a line of the table and whether the choices are right."""
+    limits = cpu.faster()[dtype]
     x, weight, bias, d_out = (
         torch.randn(shape).to(dtype) for shape in ((rows, k), (n, k), (n,), (rows, n))
     )
+    copies = -(-COLD_BYTES // (weight.numel() * weight.element_size()))
+    weights = [weight.clone() for _ in range(copies)]
+    cold, panels = itertools.cycle(weights), itertools.cycle([cpu.pack(w) for w in weights])
     with torch.no_grad():
         t = times(
             {
-                "torch": partial(F.linear, x, weight, bias),
-                "ours": partial(cpu.forward, x, weight, bias),
-                "packed": partial(cpu.forward, x, weight, bias, cpu.pack(weight)),
+                "torch": lambda: F.linear(x, next(cold), bias),
+                "ours": lambda: cpu.forward(x, next(cold), bias),
+                "packed": lambda: cpu.forward(x, next(cold), bias, next(panels)),
             },
             seconds,
         )
@@ -61,7 +68,6 @@ def measure(rows: int, k: int, n: int, dtype: torch.dtype, seconds: float) -> tu
         },
         seconds,
     )
-    limits = cpu.faster()[dtype]
     choices = (
         (t["torch"] / t["ours"], rows <= limits.inference),
         (

@@ -39,10 +39,15 @@ INLINE constexpr int64_t round_units(int64_t d) {
 
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB, C += AB, C = alpha[row] * C + AB
 
-// Unroll factor of the k loop, whose index additions compete with the products for ports: 4 on the
-// full-size 512-bit kernel.
+// Unroll factor of the k loop of full groups of rows. 512-bit vectors: the loop's index additions
+// compete with the products for ports. 256-bit: one prefetch per two steps reads the next operand
+// while this one is multiplied. Prefetching it all before the loop overlaps with nothing, because a
+// core has few outstanding misses: 12 rows with weights from memory took 1.5 times as long (Zen 3).
 template <int MR>
-constexpr int kTurn = MR == kMR && kVecBytes == 64 ? 4 : 1;
+constexpr int kTurn = MR != kMR         ? 1
+                      : kVecBytes == 64 ? 4
+                      : kVecBytes == 32 ? 2
+                                        : 1;
 
 // AHEAD: prefetch one cache line per iteration, starting at `lines`.
 template <class Dot, int MR, int NV, int MODE, bool AHEAD>
@@ -88,12 +93,21 @@ void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k
             const typename Dot::acc* alpha) {
   kernel_steps<Dot, MR, NV, MODE, false>(k, a, a_row, a_k, b, c, ldc, alpha, nullptr);
 }
-// Multiply a full tile and prefetch k / kTurn lines. a_k is 1.
-template <class T, int MODE>
+// Multiply rows of a full panel and prefetch k / kTurn<MR> lines. a_k is 1.
+template <class T, int MR, int MODE>
 void kernel_asking(int64_t k, const typename T::packed* a, int64_t a_row,
                    const typename T::packed* b, typename T::acc* c, int64_t ldc,
                    const char* lines) {
-  kernel_steps<typename T::Dot, kMR, kNV, MODE, true>(k, a, a_row, 1, b, c, ldc, nullptr, lines);
+  kernel_steps<typename T::Dot, MR, kNV, MODE, true>(k, a, a_row, 1, b, c, ldc, nullptr, lines);
+}
+
+template <class T>
+using AskingKernelFn = void (*)(int64_t, const typename T::packed*, int64_t,
+                                const typename T::packed*, typename T::acc*, int64_t, const char*);
+template <class T, int MODE, int... R>
+INLINE AskingKernelFn<T> pick_asking(int64_t rows, std::integer_sequence<int, R...>) {
+  static constexpr AskingKernelFn<T> table[] = {kernel_asking<T, R + 1, MODE>...};
+  return table[rows - 1];
 }
 
 template <class T>

@@ -46,6 +46,9 @@ class Matmul {
   // Columns of B packed together. AMX tiles use two vectors, 32 adjacent columns that remain in L1
   // while rows pass.
   static constexpr int64_t kStrip = kUnitStep<T> > 1 ? 2 * T::width : kWide;
+  // The micro-kernel prefetches while it multiplies, and its prefetches cover the next rows of A.
+  static constexpr bool kAsks = kUnitStep<T> == 1 && kTurn<kMR> > 1,
+                        kAsksForRows = kAsks && kTurn<kMR> * kMR * int(sizeof(packed)) <= 64;
 
  public:
   // Multiply M x K by K x N. SUM: add all products into one tile; otherwise each product has a
@@ -286,35 +289,54 @@ class Matmul {
       acc* tiles[kTiles];
       for (int t = 0; t < kTiles; t++)
         tiles[t] = s.sums ? s.sums[t] + n * round_up(M_, kTileRows<T>) + m0 * kWide : own[t];
-      for (int i = 0; i < PRODUCTS; i++)
-        for (int64_t u = 0; u < s.units; u += kDepth<T>) {
-          const bool last = last_slice && i + 1 == PRODUCTS && u + kDepth<T> >= s.units,
-                     done = last && !transposed_;
-          const Mode mode = s.k0 || u || (SUM && i) ? kAdd : kStore;
-          const bool first = m0 == begin;
-          for (int64_t r = 0; r < rows; r += kPart<T>) {
-            const int64_t part = min(kPart<T>, rows - r);
-            const auto ahead = [&](int64_t row, int64_t count) {
-              const char* lines = kUnitStep<T> == 1 && first
-                                      ? fetch_ahead(s, i, n, u, r + row, count, rows)
-                                      : nullptr;
-              if (done) epilogue.fetch(m0 + r + row, count, s.n0 + n, cols);
-              else if (last)
-                epilogue.fetch(s.n0 + n + row * cols / part,
-                               (row + count) * cols / part - row * cols / part, m0 + r, part);
-              return lines;
-            };
-            multiply(p_[i].a, s, i, m0 + r, part, u, b[i], w, tiles[SUM ? 0 : i] + r * kWide, mode,
-                     ahead);
-            if (done) finish(tiles, r, m0 + r, part, s.n0 + n, cols, epilogue);
-          }
-        }
+      // Transposed, A holds the weights, from memory for the first panel: then a group of rows
+      // takes all of k before the next one, so that what is read next is contiguous.
+      const bool by_rows =
+          kAsksForRows && transposed_ && panel == 0 && !s.a[0] && p_[0].a.stride == s.depth;
+      const int64_t step = by_rows ? kMR : rows;
+      for (int64_t r = 0; r < rows; r += step)
+        tile_pass(s, b, w, tiles, m0, r, min(rows, r + step), rows, n, cols, m0 == begin, by_rows,
+                  epilogue);
       if (transposed_ && last_slice)
         for (int64_t r = 0; r < rows; r += kWide) {
           for (int t = 0; t < kTiles; t++) transpose_tile(tiles[t] + r * kWide, w, turned[t]);
           finish(turned, 0, s.n0 + n, cols, m0 + r, min(kWide, rows - r), epilogue);
         }
     }
+  }
+
+  // Rows [first, end) of a tile of `rows` rows from m0, over the slice's k. reads_b: this is the
+  // task's first tile, which prefetches B.
+  template <class Epilogue>
+  INLINE void tile_pass(const Slice& s, const packed* const* b, int64_t w, acc* const* tiles,
+                        int64_t m0, int64_t first, int64_t end, int64_t rows, int64_t n,
+                        int64_t cols, bool reads_b, bool by_rows, const Epilogue& epilogue) const {
+    const bool last_slice = s.k0 + s.depth == K_;
+    for (int i = 0; i < PRODUCTS; i++)
+      for (int64_t u = 0; u < s.units; u += kDepth<T>) {
+        const bool last = last_slice && i + 1 == PRODUCTS && u + kDepth<T> >= s.units,
+                   done = last && !transposed_;
+        const Mode mode = s.k0 || u || (SUM && i) ? kAdd : kStore;
+        for (int64_t r = first; r < end; r += kPart<T>) {
+          const int64_t part = min(kPart<T>, end - r);
+          const auto ahead = [&](int64_t row, int64_t count) -> const char* {
+            const char* lines = nullptr;
+            if (by_rows)
+              lines = reinterpret_cast<const char*>(
+                  p_[i].a.data + (m0 + r + row + kMR) * p_[i].a.stride + u * kMR);
+            else if (kUnitStep<T> == 1 && reads_b)
+              lines = fetch_ahead(s, i, n, u, r + row, count, rows);
+            if (done) epilogue.fetch(m0 + r + row, count, s.n0 + n, cols);
+            else if (last)
+              epilogue.fetch(s.n0 + n + row * cols / part,
+                             (row + count) * cols / part - row * cols / part, m0 + r, part);
+            return lines;
+          };
+          multiply(p_[i].a, s, i, m0 + r, part, u, b[i], w, tiles[SUM ? 0 : i] + r * kWide, mode,
+                   ahead);
+          if (done) finish(tiles, r, m0 + r, part, s.n0 + n, cols, epilogue);
+        }
+      }
   }
 
   template <class Epilogue>
@@ -342,12 +364,10 @@ class Matmul {
       const packed* piece =
           s.b[product] +
           (last ? next * s.units : n * s.units + (u + depth) * panel_width(s.cols - n));
-      constexpr int64_t all = kDepth<T> * kWide;
-      const int64_t by_call = depth / kTurn<kMR> * (64 / int64_t(sizeof(packed)));
-      if (kTurn<kMR> > 1 && rows / kMR * by_call >= all)
-        return row / kMR * by_call < all
-                   ? reinterpret_cast<const char*>(piece + row / kMR * by_call)
-                   : nullptr;
+      constexpr int64_t all = kDepth<T> * kWide, line = 64 / int64_t(sizeof(packed));
+      const int64_t by_call = depth / kTurn<kMR> * line, done = row / kMR * by_call;
+      if (kAsks && rows / kMR * by_call + (rows % kMR ? depth * line : 0) >= all)
+        return done < all ? reinterpret_cast<const char*>(piece + done) : nullptr;
       const int64_t from = row * all / rows, to = (row + count) * all / rows;
       fetch_rows(piece + from, 0, 1, to - from);
     } else if (next < s.cols) {
@@ -383,9 +403,11 @@ class Matmul {
       for (int64_t r = 0; r < rows; r += kRows<T>) {
         const int64_t count = min<int64_t>(kRows<T>, rows - r);
         const char* lines = j ? nullptr : ahead(r, count);
-        if constexpr (kUnitStep<T> == 1 && kTurn<kMR> > 1)
-          if (lines && count == kMR && width == kWide) {
-            const auto asking = mode == kStore ? kernel_asking<T, kStore> : kernel_asking<T, kAdd>;
+        if constexpr (kAsks)
+          if (lines && width == kWide) {
+            constexpr auto all = std::make_integer_sequence<int, kMR>();
+            const auto asking = mode == kStore ? pick_asking<T, kStore>(count, all)
+                                               : pick_asking<T, kAdd>(count, all);
             asking(depth, base + r * row, row, strip, tile + r * kWide + j, kWide, lines);
             continue;
           }

@@ -175,6 +175,7 @@ int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden,
 // Return a digest of one cache line of each of the weight's rows in memory, at changing columns.
 int64_t feed_forward_linear_digest(Tensor weight) {
   constexpr int64_t kLine = 64, kWords = kLine / 8;
+  constexpr int64_t kAhead = 24;  // rows: their misses overlap, else each costs its full latency
   constexpr uint64_t kFactor = 0x9e3779b97f4a7c15;
   const Linear linear(weight);
   const int64_t rows = weight.size(linear.weight.along_k ? 1 : 0),
@@ -182,10 +183,15 @@ int64_t feed_forward_linear_digest(Tensor weight) {
                 lines = (bytes + kLine - 1) / kLine;
   const auto* data = static_cast<const char*>(linear.p.w2);
   uint64_t digest = 0;
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t at = r % lines * kLine;
+  int64_t line = 0, ahead = kAhead % lines;
+  const auto following = [&](int64_t l) { return l + 1 == lines ? 0 : l + 1; };
+  for (int64_t r = 0; r < rows; r++, line = following(line), ahead = following(ahead)) {
+    if (r + kAhead < rows) __builtin_prefetch(data + (r + kAhead) * bytes + ahead * kLine);
+    const char* from = data + r * bytes + line * kLine;
+    const int64_t left = bytes - line * kLine;
     uint64_t words[kWords] = {}, sum = uint64_t(r);
-    std::memcpy(words, data + r * bytes + at, std::min(kLine, bytes - at));
+    if (left >= kLine) std::memcpy(words, from, kLine);
+    else std::memcpy(words, from, left);
     for (int64_t i = 0; i < kWords; i++) sum += (words[i] ^ (words[i] >> 29)) * (kFactor + 2 * i);
     digest = (digest ^ (digest >> 31) ^ sum) * kFactor;
   }

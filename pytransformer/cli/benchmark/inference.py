@@ -153,10 +153,10 @@ def measure(
                 line["reason"] = f"{FAILED}: {type(error).__name__}: {text[0][:160]}"
                 continue
             reference = exact[: len(found)]
-            error = ((found - reference).norm() / reference.norm()).item()
-            line["error"] = error
-            if not error <= MAX_ERROR[dtype]:
-                line["reason"] = f"{OFF}: off by {error:.2g}"
+            off = ((found - reference).norm() / reference.norm()).item()
+            line["error"] = off
+            if not off <= MAX_ERROR[dtype]:
+                line["reason"] = f"{OFF}: off by {off:.2g}"
                 continue
             calls[name] = clock.Contender(call, nullcontext)
         one = torch.get_num_threads() == 1
