@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of boolean masks on the CPU (csrc/cpu/attention/tiles.h): empty, full and partial.
+"""Tiles of boolean masks on the CPU (csrc/cpu/attention/mask.h): empty, full and partial.
 
 A tile is 16 queries x 64 keys. Masks have all three kinds and odd boundaries; sizes cross blocks of
 queries (96, 128) and keys (192, 512).

@@ -211,10 +211,9 @@ ScalarType work_of(const pt::AttentionProblem& p) {
   return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-// Build the problem. The tensors and the copies must outlive it.
-pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Tensor& key,
-                             const Tensor& value, const AttentionArguments& a) {
-  pt::AttentionProblem p{};
+// Fill in dtypes, sizes, and the addresses and strides of query, key and value.
+void add_operands(pt::AttentionProblem& p, const Tensor& query, const Tensor& key,
+                  const Tensor& value, const AttentionArguments& a) {
   const bool packed = a.cu_seqlens_q.has_value(), paged = a.page_table.has_value(),
              packed_keys = packed && !paged;
   STD_TORCH_CHECK(a.cu_seqlens_k.has_value() == packed_keys,
@@ -237,9 +236,8 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
     p.Lk *= a.page_table->size(1);
   }
   if (packed) p.Lk = std::min(a.num_keys, p.Lk);
-  constexpr int64_t kMaxHead = 512;  // upper bound of stack arrays with one head row
-  STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ",
-                  p.D, " and ", p.Dv, "; expected 1 to ", kMaxHead);
+  STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= pt::kMaxHead && p.Dv <= pt::kMaxHead,
+                  "head sizes are ", p.D, " and ", p.Dv, "; expected 1 to ", pt::kMaxHead);
   STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq,
                   " heads; expected a multiple of key's ", p.Hkv);
   STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
@@ -253,28 +251,38 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
   }
   p.key_scale = scales_of(a.key_scale, "key_scale", key, p),
   p.value_scale = scales_of(a.value_scale, "value_scale", key, p);
-  const ScalarType work = work_of(p);
   p.q = read(query, "query"), p.k = read(key, "key"), p.v = read(value, "value");
+}
 
+// Fill in what modifies scores: dense terms, a block mask, ALiBi, T5 and sinks.
+void add_terms(pt::AttentionProblem& p, IndexCopies& copies, const AttentionArguments& a) {
+  const ScalarType work = work_of(p);
+  p.scale = a.scale, p.softcap = a.softcap, p.bidirectional = a.bidirectional;
   p.mask = dense(a.mask, "mask", p, true), p.bias = dense(a.bias, "bias", p, false);
   p.blocks = block_mask(copies, a.block_offsets, a.block_entries, a.block_bits, p);
   STD_TORCH_CHECK(!a.mask || !a.block_offsets, "mask and a block mask exclude each other");
   p.slopes = statistics(a.slopes, "slopes", work, {p.Hq}),
   p.sinks = statistics(a.sinks, "sinks", work, {p.Hq});
-  if (a.table) {
-    p.buckets = a.table->size(0);
-    p.table = statistics(a.table, "table", work, {p.buckets, p.Hq});
-    p.bucket_starts =
-        integers(a.bucket_starts, "bucket_starts", {a.bidirectional ? p.buckets / 2 : p.buckets});
-    STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (a.bidirectional ? 2 : 1),
-                    "table needs bucket_starts and at least one bucket a direction");
-  }
+  if (!a.table) return;
+  p.buckets = a.table->size(0);
+  p.table = statistics(a.table, "table", work, {p.buckets, p.Hq});
+  p.bucket_starts =
+      integers(a.bucket_starts, "bucket_starts", {a.bidirectional ? p.buckets / 2 : p.buckets});
+  STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (a.bidirectional ? 2 : 1),
+                  "table needs bucket_starts and at least one bucket a direction");
+}
 
+// Fill in what bounds the keys of a query: causality, window, lengths, pages, segments and packed
+// sequences.
+void add_bounds(pt::AttentionProblem& p, IndexCopies& copies, const Tensor& query,
+                const Tensor& key, const AttentionArguments& a) {
   // batch_start and head_start only enter dropout's counter words, modulo 2^32, so any value is
   // valid.
   const std::pair<int64_t, const char*> starts[] = {
       {a.query_start, "query_start"}, {a.key_start, "key_start"}, {a.global_keys, "global_keys"}};
   for (auto [start, name] : starts) pt::check_start(kOp, start, name);
+  p.batch_start = a.batch_start, p.head_start = a.head_start, p.query_start = a.query_start,
+  p.key_start = a.key_start;
   p.query_lengths = copied_integers(copies, a.query_lengths, "query_lengths", {p.B});
   p.key_lengths = copied_integers(copies, a.key_lengths, "key_lengths", {p.B});
   p.prefix_lengths = copied_integers(copies, a.prefix_lengths, "prefix_lengths", {p.B});
@@ -288,19 +296,24 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
                   "query_segments and key_segments come together");
   p.cu_q = copied_integers(copies, a.cu_seqlens_q, "cu_seqlens_q", {p.B + 1});
   p.cu_k = copied_integers(copies, a.cu_seqlens_k, "cu_seqlens_k", {p.B + 1});
-  if (packed) {
-    check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq);
-    if (p.cu_k) check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
+  if (p.cu_q) {
+    check_offsets(p.cu_q, "cu_seqlens_q", p.B, query.size(0), p.Lq);
+    if (p.cu_k) check_offsets(p.cu_k, "cu_seqlens_k", p.B, key.size(0), p.Lk);
     STD_TORCH_CHECK(!a.mask && !a.bias && !a.block_offsets && !a.query_segments,
                     "packed sequences take no dense mask or bias, no block mask and no segments");
   }
-
   STD_TORCH_CHECK(a.align >= 0 && a.align <= 2, "align is ", a.align, "; expected 0, 1 or 2");
-  p.align = pt::Align(a.align), p.left = a.left, p.right = a.right, p.global_keys = a.global_keys,
-  p.bidirectional = a.bidirectional;
-  p.batch_start = a.batch_start, p.head_start = a.head_start, p.query_start = a.query_start,
-  p.key_start = a.key_start;
-  p.scale = a.scale, p.softcap = a.softcap, p.drop_threshold = pt::drop_threshold_of(a.dropout_p);
+  p.align = pt::Align(a.align), p.left = a.left, p.right = a.right, p.global_keys = a.global_keys;
+}
+
+// Build the problem. The tensors and the copies must outlive it.
+pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Tensor& key,
+                             const Tensor& value, const AttentionArguments& a) {
+  pt::AttentionProblem p{};
+  add_operands(p, query, key, value, a);
+  add_terms(p, copies, a);
+  add_bounds(p, copies, query, key, a);
+  p.drop_threshold = pt::drop_threshold_of(a.dropout_p);
   if (p.drop_threshold > 0) p.seed = pt::seed_of(kOp, a.dropout_seed);
   p.threads = pt::pool_threads();
   return p;

@@ -10,8 +10,7 @@
 // and the gemms are dV^T = dO^T P and dK^T = Q^T dS, with all operands in the layout of AMX tiles.
 #pragma once
 
-#include "cpu/attention/bwd_terms.h"
-#include "cpu/attention/scores.h"
+#include "cpu/attention/score_mod.h"
 #include "cpu/core/arena.h"
 #include "cpu/core/gemm.h"
 #include "cpu/core/phases.h"
@@ -92,7 +91,7 @@ class BackwardTile {
   // Add the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (stored if `first`). Return
   // false without any work if no pair is visible.
   bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k,
-           const KeepBits* keep, acc* dQ, bool first, TileTerms<T>* terms) {
+           const KeepBits* keep, acc* dQ, bool first, TermGradients<T>* terms) {
     if (!find_visible(scores, h, q, k)) return false;
     PT_PHASE(scores) products(scores, h, q, k);
     if (terms) terms->begin(q.q0, q.rows, k.k0, k.n);
@@ -117,7 +116,7 @@ class BackwardTile {
     const QueryBlock<T>& q;
     const KeyBlock<T>& k;
     const KeepBits* keep;  // null: everything is dropped
-    TileTerms<T>* terms;
+    TermGradients<T>* terms;
   };
 
   // Compute the visible columns of each row (none: 0, 0), the columns of each group of kRows rows
@@ -129,7 +128,7 @@ class BackwardTile {
       int64_t first = z.BK, last = 0;
       for (int64_t i = r; i < min(r + kGroup, q.rows); i++) {
         Range in{max(q.seen[i].lo, k.k0), min(q.seen[i].hi, k.k0 + k.n)};
-        if (in.size() > 0) in = scores.trim(h, q.q0 + i, in);
+        if (in.size() > 0) in = scores.visibility.trim(h, q.q0 + i, in);
         const int64_t a = in.lo - k.k0, e = in.hi - k.k0;
         lo[i] = hi[i] = 0;
         if (a < e) lo[i] = int(a), hi[i] = int(e), first = min(first, a), last = max(last, e);
@@ -176,6 +175,21 @@ class BackwardTile {
     }
   }
 
+  // Modify the scores of row r, the i-th of its packed element, and draw its keep bits.
+  template <bool GENERAL, bool DROPOUT>
+  INLINE void prepare_row(const Context& x, int64_t r, int i, int64_t c0, int64_t c1) {
+    const QueryBlock<T>& q = x.q;
+    const int64_t row = q.q0 + r;
+    if constexpr (GENERAL) {
+      const acc* diagonal =
+          z.table ? Scores<T>::diagonal_of(diagonals, row, q.q0, q.rows) + c0 : nullptr;
+      x.scores.row(x.h, row, x.k.k0 + c0, min(c1, x.k.n) - c0, q.seen[r], diagonal,
+                   S + r * z.BK + c0, z.softcap ? factor + i * z.BK + c0 : nullptr);
+    }
+    if constexpr (DROPOUT)
+      if (x.keep) x.keep->row(uint32_t(row + z.query_start), bits + i * KeepBits::words(z.BK));
+  }
+
   // Convert S to P and dP to dS in T::pack rows from r, columns [c0, c1). Invisible pairs become
   // zero, whatever they contained.
   template <bool GENERAL, bool DROPOUT>
@@ -190,15 +204,7 @@ class BackwardTile {
       delta[i] = set1<vec>(padding ? 0 : q.delta[r + i]);
       from = max<int64_t>(from, lo[r + i]), to = min<int64_t>(to, hi[r + i]);
       if (padding) continue;
-      const int64_t row = q.q0 + r + i;
-      if constexpr (GENERAL) {
-        const acc* diagonal =
-            z.table ? Scores<T>::diagonal_of(diagonals, row, q.q0, q.rows) + c0 : nullptr;
-        x.scores.row(x.h, row, x.k.k0 + c0, min(c1, x.k.n) - c0, q.seen[r + i], diagonal,
-                     S + (r + i) * z.BK + c0, z.softcap ? factor + i * z.BK + c0 : nullptr);
-      }
-      if constexpr (DROPOUT)
-        if (x.keep) x.keep->row(uint32_t(row + z.query_start), bits + i * KeepBits::words(z.BK));
+      prepare_row<GENERAL, DROPOUT>(x, r + i, i, c0, c1);
     }
     const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)),
               none = set1<vec>(-kInfinity<acc>);

@@ -9,6 +9,8 @@
 
 namespace pt {
 
+constexpr int64_t kMaxHead = 512;  // max head size: some stack arrays hold a row of a head
+
 // Dense additive term or boolean mask, broadcastable to (B, Hq, Lq, Lk). d is the stride along
 // keys.
 struct Dense {
