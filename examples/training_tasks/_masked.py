@@ -9,14 +9,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...models import BERT, BERTConfig
-from ...training import IGNORED, Batches, SentencePair, masked_collate, next_sentence_pairs
-from ...training.baselines import MostFrequent
-from ...training.batching import Batch
-from ...training.labelled import Labelled, halves
-from .. import UsageError
-from ..training_run import Run
+from pytransformer.cli import UsageError
+from pytransformer.models import BERT, BERTConfig
+from pytransformer.training import (
+    IGNORED,
+    Batches,
+    SentencePair,
+    masked_collate,
+    next_sentence_pairs,
+)
+from pytransformer.training.batching import Batch
+
+from ._run import Run
 from ._text import FEWEST, Words, each_batch, in_batches, rate, words_of
+from .data.baselines import MostFrequent
+from .data.labelled import Labelled, halves
 
 LENGTH = 128  # the model's positions
 

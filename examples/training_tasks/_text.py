@@ -5,27 +5,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ...training import (
+from pytransformer.cli import UsageError, train_translate
+from pytransformer.cli.train_translate import PAIRS, add_held_out
+from pytransformer.training import (
     Pair,
     Tokenizer,
     Vocabulary,
-    catalogue_pairs,
-    read_pairs,
-    split_pairs,
     warmup_cosine,
 )
-from ...training.batching import Batch, Collate
-from ...training.cleaning import sentence_key
-from ...training.docstrings import docstring_pairs
-from ...training.labelled import Labelled, catalogue_texts, read_labelled, split_texts
-from ...training.schedule import Schedule
-from .. import UsageError
-from ..training_run import Run
+from pytransformer.training.batching import Batch, Collate
+from pytransformer.training.schedule import Schedule
+
+from ._run import Run
+from .data.catalogues import catalogue_pairs
+from .data.cleaning import sentence_key
+from .data.docstrings import docstring_pairs
+from .data.labelled import Labelled, catalogue_texts, read_labelled, split_texts
 
 FEWEST = 20  # min held-out examples for a figure
 _SUCH_AS = {"gettext": "gettext:Django,Sphinx", "docstrings": "docstrings:torch,numpy"}
@@ -48,16 +47,11 @@ def add_pairs(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--data", required=True,
         metavar="FILE|gettext:NAMES|docstrings:NAMES",
-        help="pairs of texts, two columns separated by a tab; or installed packages, separated by "
+        help=f"{PAIRS}; or installed packages, separated by "
         "commas: the translations in their gettext catalogues, or their docstrings and their "
         "summary lines",
     )  # fmt: skip
-    data.add_argument(
-        "--held-out",
-        type=Path,
-        metavar="FILE",
-        help="pairs to check with (default: one in 20 of --data)",
-    )
+    add_held_out(data)
     data.add_argument(
         "--from",
         dest="source",
@@ -165,15 +159,14 @@ def tell_source(run: Run, described: Sequence[str], left_out: dict[str, int]) ->
 def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
     """Return (training, held-out) pairs of --data; print their source."""
     arguments = run.arguments
-    packages, documented, key = (
-        package_names(arguments.data),
-        package_names(arguments.data, "docstrings"),
-        None,
-    )
+    packages = package_names(arguments.data)
+    documented = package_names(arguments.data, "docstrings")
+    pairs: list[Pair] | None = None
+    key = None
     if packages is not None:
         corpus = catalogue_pairs(packages, arguments.source or "pt", arguments.target or "en")
         tell_source(run, corpus.packages, corpus.left_out)
-        train, key = corpus.pairs, sentence_key
+        pairs, key = corpus.pairs, sentence_key
     elif arguments.source or arguments.target:
         raise UsageError(
             "--from and --to choose among the languages of gettext:PACKAGE; the columns of a file"
@@ -182,23 +175,8 @@ def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
     elif documented is not None:
         corpus = docstring_pairs(documented)
         tell_source(run, corpus.packages, corpus.left_out)
-        train, key = corpus.pairs, sentence_key
-    else:
-        train = read_pairs(arguments.data)
-    if arguments.held_out is not None:
-        held_out = read_pairs(arguments.held_out)
-    else:
-        train, held_out = split_pairs(train, key=key)
-        if not train or not held_out:
-            raise UsageError(
-                f"{arguments.data} has too few sentence pairs to hold one in 20 out; name some with"
-                " --held-out"
-            )
-    run.say(
-        f"{len(train)} sentence pairs to learn from and {len(held_out)} held out, from"
-        f" {arguments.data}"
-    )
-    return train, held_out
+        pairs, key = corpus.pairs, sentence_key
+    return train_translate.pairs_of(run, pairs, key)
 
 
 class Words(NamedTuple):

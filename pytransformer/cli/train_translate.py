@@ -2,8 +2,8 @@
 """An encoder-decoder that translates sentences.
 
 It learns from any file with two tab-separated columns, such as the one that
-`python examples/portuguese.py` in a clone writes, or from the translations of
-installed packages: --data gettext:Django,Sphinx --from pt --to en.
+`python examples/portuguese.py` in a clone writes. There, examples/train.py has
+further tasks and reads the translations of installed packages too.
 """
 
 from __future__ import annotations
@@ -12,21 +12,41 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...models import _files
-from .. import OK, UsageError, training_html
-from ..training_run import Run
-from ._text import add_pairs, pairs_of
+from ..models import _files
+from ..training.text import Pair, read_pairs, split_pairs
+from . import OK, UsageError, training_html
 
+if TYPE_CHECKING:
+    from .train import Run
+
+PAIRS = "pairs of texts, two columns separated by a tab"
 _SHOWN = 5  # wrong translations in the report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_pairs(parser)
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", required=True, metavar="FILE", help=PAIRS)
+    add_held_out(data)
+    add_sizes(parser)
+
+
+def add_held_out(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--held-out",
+        type=Path,
+        metavar="FILE",
+        help="pairs to check with (default: one in 20 of --data)",
+    )
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of model and training."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--preset", choices=["notes-small", "notes"], default="notes-small",
@@ -64,9 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace, pairs: int, processes: int) -> tuple[Any, Any]:
     """Return the model's and the trainer's settings; an epoch's steps are rounded down."""
-    from ...models import Transformer
-    from ...training import Recipe
-    from ...training.translation import TranslationPlan
+    from ..models import Transformer
+    from ..training import Recipe
+    from ..training.translation import TranslationPlan
 
     if arguments.epochs is not None and arguments.steps is not None:
         raise UsageError(
@@ -103,11 +123,37 @@ def _plan(arguments: argparse.Namespace, pairs: int, processes: int) -> tuple[An
     return plan, recipe
 
 
-def train(run: Run) -> int:
-    from ...training.translation import new_translator, translation_trainer
+def pairs_of(
+    run: Run, pairs: list[Pair] | None = None, key: Callable[[str], str] | None = None
+) -> tuple[list[Pair], list[Pair]]:
+    """Return (training, held-out) pairs, of the file --data by default; print their counts.
+
+    `key` maps a source text to the value that no training text shares with a held-out one.
+    """
+    arguments = run.arguments
+    train = read_pairs(arguments.data) if pairs is None else pairs
+    if arguments.held_out is not None:
+        held_out = read_pairs(arguments.held_out)
+    else:
+        train, held_out = split_pairs(train, key=key)
+        if not train or not held_out:
+            raise UsageError(
+                f"{arguments.data} has too few sentence pairs to hold one in 20 out; name some with"
+                " --held-out"
+            )
+    run.say(
+        f"{len(train)} sentence pairs to learn from and {len(held_out)} held out, from"
+        f" {arguments.data}"
+    )
+    return train, held_out
+
+
+def train(run: Run, pairs: tuple[list[Pair], list[Pair]] | None = None) -> int:
+    """Train on the (training, held-out) pairs, which default to those of --data."""
+    from ..training.translation import new_translator, translation_trainer
 
     arguments, world, console, out, say = run.arguments, run.world, run.console, run.out, run.say
-    train, held_out = pairs_of(run)
+    train, held_out = pairs_of(run) if pairs is None else pairs
     plan, recipe = _plan(arguments, len(train), world.parts)
     translator = new_translator(train, plan)
     trainer = translation_trainer(
@@ -149,9 +195,9 @@ def _report(
     Returns:
         The report and the first sentences with their translations.
     """
-    from ...training import translation_scores
-    from ...training.quality import from_memory
-    from ...training.translation import exactness, translate_all
+    from ..training import translation_scores
+    from ..training.quality import from_memory
+    from ..training.translation import exactness, translate_all
 
     train, held_out = pairs
     sources, wanted = ([pair[side] for pair in held_out] for side in (0, 1))
@@ -184,7 +230,7 @@ def _report(
 
 
 def _draw_losses(trainer: Any, out: Path, say: Any) -> None:
-    from ...training import plot_epochs, plot_losses
+    from ..training import plot_epochs, plot_losses
 
     try:
         plot_losses(trainer.metrics.rows, out / "loss.png", "Loss while training")

@@ -10,7 +10,7 @@
 
 A task's share of the batches follows its size, smoothed by --temperature.
 
-  pytransformer train t5 --data gettext:Django,Sphinx,wagtail --from pt --to en
+  python examples/train.py t5 --data gettext:Django,Sphinx,wagtail --from pt --to en
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..training_run import Figure, Run
+from ._run import Figure, Run
 from ._text import add_model, add_pairs, add_steps, package_names, pairs_of
 
 SENTINELS = tuple(f"<x{i}>" for i in range(20))
@@ -58,8 +58,9 @@ class Task(NamedTuple):
 def train(run: Run) -> int:
     import torch
 
-    from ...training import Batches
-    from ...training.denoising import mixed, sampling_rates, text_to_text_collate
+    from pytransformer.training import Batches
+    from pytransformer.training.denoising import mixed, sampling_rates, text_to_text_collate
+
     from ._text import in_batches, rate, words_of
 
     a = run.arguments
@@ -93,7 +94,7 @@ def train(run: Run) -> int:
     in_parts = {name: in_batches(part, a.batch, collate, a.seed) for name, part in checked.items()}
 
     def evaluate(model: Any) -> dict[str, float]:
-        from ...training.objective import held_out_loss
+        from pytransformer.training.objective import held_out_loss
 
         found = {name: held_out_loss(model, part) for name, part in in_parts.items()}
         told = {
@@ -118,7 +119,7 @@ def train(run: Run) -> int:
 
 
 def _new_t5(run: Run, words: Any) -> Any:
-    from ...models import T5, T5Config
+    from pytransformer.models import T5, T5Config
 
     a, tokenizer = run.arguments, words.tokenizer
     run.seed("model")
@@ -134,8 +135,8 @@ def _new_t5(run: Run, words: Any) -> Any:
 
 def _tasks(run: Run, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Task]:
     """Return the tasks of --data; a text held out of one task is held out of all."""
-    from ...training.cleaning import sentence_key
-    from ...training.labelled import catalogue_texts, split_texts
+    from .data.cleaning import sentence_key
+    from .data.labelled import catalogue_texts, split_texts
 
     a = run.arguments
     packages = package_names(a.data)
@@ -168,7 +169,7 @@ def _tasks(run: Run, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Task
 
 
 def _encoded(tokenizer: Any, prefix: str, part: Sequence[tuple[str, str | None]]) -> list[Any]:
-    from ...training.denoising import TextToText
+    from pytransformer.training.denoising import TextToText
 
     begin = tokenizer.encode(prefix)
     sources = tokenizer.encode_all([source for source, _ in part])
@@ -183,9 +184,9 @@ def _encoded(tokenizer: Any, prefix: str, part: Sequence[tuple[str, str | None]]
 
 def _said(model: Any, tokenizer: Any, task: Task) -> tuple[list[str], list[str], list[str]]:
     """Return (source, greedy output, target) of held-out examples."""
-    from ...models import generate
-    from ...training import pad
-    from ...training.batching import attention_mask
+    from pytransformer.models import generate
+    from pytransformer.training import pad
+    from pytransformer.training.batching import attention_mask
 
     step = max(1, len(task.held_out) // ASKED)
     asked = [(s, t) for s, t in task.held_out[::step][:ASKED] if t is not None]
@@ -228,8 +229,8 @@ def _figures(run: Run, model: Any, tokenizer: Any, tasks: Sequence[Task]) -> lis
 def _answered(
     run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]
 ) -> list[Figure]:
-    from ...training import Pair, translation_scores
-    from ...training.quality import from_memory
+    from pytransformer.training import Pair, translation_scores
+    from pytransformer.training.quality import from_memory
 
     try:
         memory = translation_scores(
@@ -254,8 +255,8 @@ def _answered(
 def _labelled(
     run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]
 ) -> list[Figure]:
-    from ...training.baselines import label_scores, majority, share_right
     from ._text import baseline_or_none
+    from .data.baselines import label_scores, majority, share_right
 
     texts, labels = [s for s, _ in task.train], [t or "" for _, t in task.train]
 
@@ -273,7 +274,7 @@ def _labelled(
 def _cased(
     run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]
 ) -> list[Figure]:
-    from ...training.baselines import MostFrequent, share_right
+    from .data.baselines import MostFrequent, share_right
 
     def known(text: str) -> list[tuple[str, str]]:
         return [
@@ -309,9 +310,10 @@ def _filled_in(model: Any, tokenizer: Any, task: Task, batches: Sequence[Any]) -
     """Return the accuracy of the tokens of left-out spans, teacher-forced, without sentinels."""
     import itertools
 
-    from ...training import IGNORED
-    from ...training.baselines import MostFrequent
+    from pytransformer.training import IGNORED
+
     from ._text import each_batch
+    from .data.baselines import MostFrequent
 
     ids = tokenizer.encode_all([text for text, _ in task.train])
     follows = MostFrequent(pair for text in ids for pair in itertools.pairwise(text))

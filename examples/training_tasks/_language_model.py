@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...models import GPT, GPTConfig
-from ...training import IGNORED, Batches, Tokenizer, pad
-from ...training.baselines import Bigrams
-from ...training.batching import Batch, attention_mask
-from ..training_run import Run
+from pytransformer.models import GPT, GPTConfig
+from pytransformer.training import IGNORED, Batches, Tokenizer, pad
+from pytransformer.training.batching import Batch, attention_mask
+
+from ._run import Run
 from ._text import each_batch
+from .data.baselines import Bigrams
 
 LENGTH = 192  # the model's positions
 CHOICES = 4

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of `pytransformer train TASK`, with the steps that every task shares.
-
-The steps are stages, resuming, figures beside baselines, report and picture.
-"""
+"""One run of a task: stages that resume, figures beside baselines, report and picture."""
 
 from __future__ import annotations
 
@@ -12,30 +9,22 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..console import Console
-from ..models import _files
-from ..models._base import Model
-from ..training import Batches, Recipe, Trainer, of_model, plot_runs
-from ..training.batching import mix
-from ..training.checkpoint import checkpoints
-from ..training.distributed import World
-from ..training.metrics import Row
-from ..training.schedule import Schedule
-from ..training.trainer import Evaluate, MakeOptimizer, Objective
-from . import OK, machine, training_html
+from pytransformer.cli import OK, machine, train, training_html
+from pytransformer.models import _files
+from pytransformer.models._base import Model
+from pytransformer.training import Batches, Recipe, Trainer, of_model, plot_runs
+from pytransformer.training.batching import mix
+from pytransformer.training.checkpoint import checkpoints
+from pytransformer.training.distributed import World
+from pytransformer.training.metrics import Row
+from pytransformer.training.schedule import Schedule
+from pytransformer.training.trainer import Evaluate, MakeOptimizer, Objective
 
-_OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every",
-    "epochs"} | {
-    # Options for how processes split a batch; the checkpoint stores how many make a step.
-    "mesh", "shard", "timeout", "accumulate",
-}  # fmt: skip
-_COUNTS = ("layers", "width", "batch", "vocabulary", "epochs")  # options of at least 1
 _LIBRARIES = ("pytransformer-kernels", "torch", "tokenizers", "scikit-learn", "sacrebleu")
 
 
@@ -50,79 +39,24 @@ class Figure(NamedTuple):
     of: int | None = None  # number of held-out examples
 
 
-class Run:
-    """The context a task trains in.
+class Run(train.Run):
+    """The context of a task with several stages.
 
     Attributes:
-        arguments: the options of the task and of every task.
-        world: this process and its peers.
-        console: the output for progress.
-        started: time.monotonic() at the start.
+        stages: the trainers by stage.
         sources: the data sets with version and license; a task adds to them.
     """
 
     def __init__(self, arguments: argparse.Namespace, world: World) -> None:
-        self.arguments, self.world = arguments, world
-        self.console, self.started = Console(), time.monotonic()
+        super().__init__(arguments, world)
         self.stages: dict[str, Trainer] = {}
         self.sources: list[str] = []
-
-    @property
-    def out(self) -> Path:
-        return self.arguments.out
-
-    def say(self, text: str = "") -> None:
-        """Print a line in the first process only."""
-        if self.world.first:
-            self.console.print(text)
-
-    def begin(self) -> None:
-        """Check the options and the folder.
-
-        Raises:
-            ValueError: a stage has no steps, the folder has checkpoints and --resume is missing, or
-                the checkpoints belong to other options.
-        """
-        for name, value in vars(self.arguments).items():
-            counted = name.endswith("steps") or name in _COUNTS
-            if counted and value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        options = {
-            name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)
-        }
-        path = self.out / "run.json"
-        if self.arguments.resume and path.exists():
-            then = _files.read_json(path)
-            other = [
-                f"{n}={then.get(n)} instead of {value}"
-                for n, value in options.items()
-                if then.get(n) != value
-            ]
-            if other:
-                raise ValueError(
-                    f"--resume: {self.out} was begun with {', '.join(other)}: use those, or another"
-                    " --out"
-                )
-        if not self.arguments.resume and (
-            checkpoints(self.out) or any(self.out.glob("*/checkpoint-*.safetensors"))
-        ):
-            raise ValueError(
-                f"{self.out} has checkpoints already: resume with --resume, or name another folder"
-                " with --out"
-            )
-        self._options = options
 
     def seed(self, *names: object) -> torch.Generator:
         """Return a generator seeded by the seed and the names; seed torch's global RNG too."""
         number = mix(self.arguments.seed, *(hash_of(str(name)) for name in names))
         torch.manual_seed(number)
         return torch.Generator().manual_seed(number)
-
-    def write_options(self) -> None:
-        """Write the options that a resumed run must share to run.json, once the data has loaded."""
-        if self.world.first:
-            self.out.mkdir(parents=True, exist_ok=True)
-            _files.write_text(self.out / "run.json", json.dumps(self._options, indent=2) + "\n")
 
     def fit(
         self,
@@ -208,7 +142,7 @@ class Run:
         )
         seconds = round(time.monotonic() - self.started, 1)
         report = {
-            "command": shlex.join(["pytransformer", *getattr(self.arguments, "argv", [])]),
+            "command": shlex.join(["examples/train.py", *getattr(self.arguments, "argv", [])]),
             "figures": [
                 {name: value for name, value in f._asdict().items() if value not in (None, "")}
                 for f in figures
@@ -239,11 +173,6 @@ class Run:
             f" {seconds:.0f} s"
         )
         return OK
-
-    @staticmethod
-    def _matters(name: str) -> bool:
-        """Return True if a resumed run must share the option; the training length may change."""
-        return name not in _OF_NO_CONSEQUENCE and not name.endswith("steps")
 
 
 def hash_of(text: str) -> int:

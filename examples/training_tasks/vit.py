@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..training_run import Figure, Run
 from ._digits import add_shift, add_sizes, classify, digits, held_out_batch, image_collates
+from ._run import Figure, Run
 
 _PATCH = 2
 
@@ -61,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(run: Run, stage: str, size: Any) -> Any:
-    from ...models import ViT, ViTConfig
-    from ...training.digits import CLASSES
+    from pytransformer.models import ViT, ViTConfig
+
+    from .data.digits import CLASSES
 
     a = run.arguments
     run.seed(stage)
@@ -76,7 +77,7 @@ def _model(run: Run, stage: str, size: Any) -> Any:
 
 
 def train(run: Run) -> int:
-    from ...training.digits import CLASSES, SIDE, drawn_at, logistic_regression
+    from .data.digits import CLASSES, SIDE, drawn_at, logistic_regression
 
     a, chance = run.arguments, 1 / CLASSES
     learned, held_out = digits(run)
@@ -117,8 +118,9 @@ def train(run: Run) -> int:
 
 def _resized(run: Run, model: Any, learned: Any, held_out: Any) -> list[Figure]:
     """Fine-tune at another size with interpolated positions, beside as many steps from scratch."""
-    from ...training.digits import CLASSES
-    from ...training.objective import held_out_loss
+    from pytransformer.training.objective import held_out_loss
+
+    from .data.digits import CLASSES
 
     a, collates = run.arguments, image_collates(run)
     run.seed("resized")
@@ -158,7 +160,7 @@ def _resized(run: Run, model: Any, learned: Any, held_out: Any) -> list[Figure]:
 
 def _distances(model: Any, batch: Any) -> dict[str, float]:
     """Return each layer's mean attention distance in pixels."""
-    from ... import viz
+    from pytransformer import viz
 
     found = (
         viz.attention_of(model, {"pixel_values": batch["pixel_values"][:64]})
@@ -172,7 +174,7 @@ def _draw(
     run: Run, model: Any, held_out: Any, curve: dict[str, list[tuple[float, float]]]
 ) -> list[list[float]]:
     """Draw the three pictures; return the last share's attention distances, (layers, heads)."""
-    from ... import viz
+    from pytransformer import viz
 
     pixels = held_out.images[:64].to(run.world.device)
     distances = viz.attention_of(model, {"pixel_values": pixels}).patch_distances(model)

@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..extras import require
+from pytransformer.extras import require
+from pytransformer.training.text import Pair
+
 from .cleaning import clean_pair
-from .text import Pair
 
 ENGLISH = "en"
 _MAGIC = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}

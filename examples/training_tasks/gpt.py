@@ -7,8 +7,8 @@ then answers a source and the delimiter, chooses the true one of four targets or
 of four second halves of a text by likelihood, and completes texts, with zero,
 one and four training pairs in the prompt.
 
-  pytransformer train gpt --data gettext:Django,Sphinx,wagtail --from pt --to en
-  pytransformer train gpt --data docstrings:torch,numpy   # target: summary
+  python examples/train.py gpt --data gettext:Django,Sphinx,wagtail --from pt --to en
+  python examples/train.py gpt --data docstrings:torch,numpy   # target: summary
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..training_run import Figure, Run
+from ._run import Figure, Run
 from ._text import add_model, add_pairs, add_steps, package_names, pairs_of
 
 SHOTS = (0, 1, 4)
@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> int:
-    from ...training import causal_collate
+    from pytransformer.training import causal_collate
+
     from ._language_model import bigram_loss, by_length, new_gpt, next_token_figures
     from ._text import in_batches, rate, words_of
 
@@ -94,8 +95,9 @@ def neighbours(pairs: Sequence[Any]) -> list[list[int]]:
 
     Pairs with an equal side are excluded, because no held-out pair has one in training either.
     """
-    from ...training.cleaning import sentence_key
-    from ...training.quality import most_alike
+    from pytransformer.training.quality import most_alike
+
+    from .data.cleaning import sentence_key
 
     sources = [pair.source for pair in pairs]
     keys = [[sentence_key(text) for text in pair] for pair in pairs]
@@ -150,7 +152,7 @@ class Prompted(NamedTuple):
 
 def _shots(pairs: Sequence[Any], held_out: Sequence[Any]) -> dict[str, list[Any]]:
     """Return, per held-out source, the training pairs that share most words with it, best first."""
-    from ...training.quality import most_alike
+    from pytransformer.training.quality import most_alike
 
     sources = [pair.source for pair in held_out]
     return dict(
@@ -166,10 +168,10 @@ def _shots(pairs: Sequence[Any], held_out: Sequence[Any]) -> dict[str, list[Any]
 
 def _answers(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Figure]:
     """Return chrF of greedy answers, beside that of the most similar training text."""
-    from ...models import generate
-    from ...training import pad, translation_scores
-    from ...training.batching import attention_mask
-    from ...training.quality import from_memory
+    from pytransformer.models import generate
+    from pytransformer.training import pad, translation_scores
+    from pytransformer.training.batching import attention_mask
+    from pytransformer.training.quality import from_memory
 
     run, tokenizer = prompted.run, prompted.tokenizer
     asked = random.Random(run.arguments.seed).sample(list(held_out), min(SAID, len(held_out)))
@@ -221,7 +223,6 @@ def _choices(prompted: Prompted, held_out: Sequence[Any]) -> list[Figure]:
 
     Targets are scored with and without examples.
     """
-    from ...training.labelled import halves
     from ._language_model import (
         CHOICES,
         by_letters_in_common,
@@ -229,6 +230,7 @@ def _choices(prompted: Prompted, held_out: Sequence[Any]) -> list[Figure]:
         chosen_right,
         log_likelihoods,
     )
+    from .data.labelled import halves
 
     tokenizer, seed = prompted.tokenizer, prompted.run.arguments.seed
     asked = choices([p.source for p in held_out], [p.target for p in held_out], random.Random(seed))
@@ -267,7 +269,7 @@ def _complete(prompted: Prompted, held_out: Sequence[Any]) -> None:
     """Print the model's completions of three beginnings, greedy and sampled."""
     import torch
 
-    from ...models import generate
+    from pytransformer.models import generate
 
     tokenizer = prompted.tokenizer
     device = next(prompted.model.parameters()).device

@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from ..training_run import Figure, Run
 from ._digits import add_sizes, digits, on_device, schedule
+from ._run import Figure, Run
 
 _ROWS = 16
 
@@ -37,9 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> int:
-    from ...models import Conformer, ConformerConfig
-    from ...training import Batches
-    from ...training.digits import CLASSES, make_strips, reading_errors, strip_collate
+    from pytransformer.models import Conformer, ConformerConfig
+    from pytransformer.training import Batches
+
+    from .data.digits import CLASSES, make_strips, reading_errors, strip_collate
 
     a = run.arguments
     learned, held_out = (

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from .text import Pair
+from pytransformer.training.text import Pair
 
 LONGEST = 60  # max words of a text; longer ones are help paragraphs
 # %(name)s, %(n).1f, %s, %1$d, {name}, {0:.2f}, {}, ${name}, {{ name }}; and %%, which is not a

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..training_run import Figure, Run
 from ._digits import add_shift, add_sizes, classify, digits, image_collates
+from ._run import Figure, Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> int:
-    from ...models import Mixer, MixerConfig
-    from ...training.digits import CLASSES, SIDE, logistic_regression
+    from pytransformer.models import Mixer, MixerConfig
+
+    from .data.digits import CLASSES, SIDE, logistic_regression
 
     a = run.arguments
     learned, held_out = digits(run)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..training_run import Figure, Run
 from ._digits import add_sizes, classify, digits
+from ._run import Figure, Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> int:
-    from ...models import BERT, BERTConfig, FNet, FNetConfig
-    from ...training.digits import CLASSES, LEVELS, SIDE, level_collate, logistic_regression
+    from pytransformer.models import BERT, BERTConfig, FNet, FNetConfig
+
+    from .data.digits import CLASSES, LEVELS, SIDE, level_collate, logistic_regression
 
     a = run.arguments
     learned, held_out = digits(run)

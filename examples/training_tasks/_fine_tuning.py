@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...models.bert import BERT, best_answers
-from ...training import IGNORED, Batches, Tokenizer, pad
-from ...training.baselines import MostFrequent, label_scores, majority, share_right
-from ...training.batching import Batch, attention_mask
-from ...training.labelled import Labelled
-from ..training_run import Figure, Run
+from pytransformer.models.bert import BERT, best_answers
+from pytransformer.training import IGNORED, Batches, Tokenizer, pad
+from pytransformer.training.batching import Batch, attention_mask
+
 from ._masked import LENGTH, Texts
+from ._run import Figure, Run
 from ._text import FEWEST, baseline_or_none, each_batch, in_batches, rate
+from .data.baselines import MostFrequent, label_scores, majority, share_right
+from .data.labelled import Labelled
 
 PASSAGES = 3  # candidate texts per question
 CASES = ("lower case", "capital", "capitals")

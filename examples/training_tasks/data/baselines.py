@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-from ..extras import require
+from pytransformer.extras import require
 
 T = TypeVar("T")
 K = TypeVar("K")

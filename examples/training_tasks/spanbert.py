@@ -8,14 +8,14 @@ two tokens around its span and its position in the span. Fine-tuning then learns
 the start and end of the text with a given label among three, as `train bert`
 does.
 
-    pytransformer train spanbert --data gettext:Django,Sphinx,wagtail
+    python examples/train.py spanbert --data gettext:Django,Sphinx,wagtail
 """
 
 from __future__ import annotations
 
 import argparse
 
-from ..training_run import Figure, Run
+from ._run import Figure, Run
 from ._text import add_steps, add_texts, texts_of
 
 
@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> int:
-    from ...training import mask_spans
+    from pytransformer.training import mask_spans
+
     from ._fine_tuning import answers, fine_tune
     from ._masked import boundary_accuracy, by_neighbour, masked_figures, pre_train, uncased_words
 

@@ -7,14 +7,14 @@ the time, halves of two texts. 15 % of the tokens are predicted (80 % masked, 10
 the start and end of the text with a given label among three, and the case of
 each word. Held-out accuracy is shown beside a simple baseline.
 
-    pytransformer train bert --data gettext:Django,Sphinx,wagtail
+    python examples/train.py bert --data gettext:Django,Sphinx,wagtail
 """
 
 from __future__ import annotations
 
 import argparse
 
-from ..training_run import Figure, Run
+from ._run import Figure, Run
 from ._text import add_steps, add_texts, texts_of
 
 
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> int:
-    from ...training import mask_tokens
+    from pytransformer.training import mask_tokens
+
     from ._fine_tuning import answers, classification, fine_tune, tagging
     from ._masked import by_neighbour, by_words_in_common, masked_figures, pre_train, uncased_words
 

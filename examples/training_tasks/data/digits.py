@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..extras import require
-from ..nn.patches import ImageSize, height_and_width
-from .batching import IGNORED, Batch, Collate, pad
+from pytransformer.extras import require
+from pytransformer.nn.patches import ImageSize, height_and_width
+from pytransformer.training.batching import IGNORED, Batch, Collate, pad
 
 CLASSES, SIDE, LEVELS, HELD_OUT = 10, 8, 17, 597
 

@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pytransformer.training.text import Pair
+
 from .catalogues import Corpus, licence_of
 from .cleaning import LONGEST, clean_text, has_word, sentence_key
-from .text import Pair
 
 _SHORTEST = 12  # min words of a source
 _FEWEST, _MOST = 3, 24  # min and max words of a summary

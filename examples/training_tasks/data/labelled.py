@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pytransformer.training.text import read_texts
+
 from .catalogues import english_messages, find_catalogues
 from .cleaning import LONGEST, clean_text, has_word, sentence_key
-from .text import read_texts
 
 
 class Labelled(NamedTuple):

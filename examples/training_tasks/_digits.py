@@ -7,8 +7,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import machine
-from ..training_run import Run
+from pytransformer.cli import machine
+
+from ._run import Run
 
 
 def add_sizes(
@@ -39,7 +40,7 @@ def add_shift(parser: argparse.ArgumentParser, default: int) -> None:
 
 def image_collates(run: Run) -> tuple[Any, Any]:
     """Return the collate functions for training and for evaluation."""
-    from ...training.digits import image_collate
+    from .data.digits import image_collate
 
     if run.arguments.shift < 0:
         raise ValueError(f"--shift must be at least 0, got {run.arguments.shift}")
@@ -48,7 +49,7 @@ def image_collates(run: Run) -> tuple[Any, Any]:
 
 def digits(run: Run) -> tuple[Any, Any]:
     """Return training and held-out digits; the report names their source."""
-    from ...training.digits import load_digits
+    from .data.digits import load_digits
 
     found = load_digits()
     run.sources.append(
@@ -59,7 +60,7 @@ def digits(run: Run) -> tuple[Any, Any]:
 
 
 def schedule(run: Run, steps: int) -> Any:
-    from ...training import warmup_cosine
+    from pytransformer.training import warmup_cosine
 
     return warmup_cosine(run.arguments.rate, steps // 10, steps)
 
@@ -90,8 +91,8 @@ def classify(
     `collates` are for training and evaluation. `also` computes further metrics during training from
     the model and all held-out digits.
     """
-    from ...training import Batches
-    from ...training.objective import held_out_loss
+    from pytransformer.training import Batches
+    from pytransformer.training.objective import held_out_loss
 
     batch = held_out_batch(run, held_out, collates[1])
     batches = Batches(examples, run.arguments.batch, collates[0], seed=run.arguments.seed)

@@ -7,7 +7,7 @@ as in the dense model, plus the router. Both models read the same batches. The
 report has the held-out loss per token, the share of tokens of each expert, and
 the share dropped at capacity.
 
-    pytransformer train moe --data gettext:Django,Sphinx,wagtail
+    python examples/train.py moe --data gettext:Django,Sphinx,wagtail
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .. import UsageError
-from ..training_run import Figure, Run
+from pytransformer.cli import UsageError
+
+from ._run import Figure, Run
 from ._text import add_steps, add_texts, texts_of
 
 
@@ -47,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> int:
-    from ...training import causal_collate
+    from pytransformer.training import causal_collate
+
     from ._language_model import bigram_loss, by_length, new_gpt, next_token_figures, text_ids
     from ._text import in_batches, rate, words_of
 
@@ -124,7 +126,7 @@ def _tell(run: Run, sizes: dict[str, list[int]], use: Sequence[dict[str, Any]]) 
 
 def active_parameters(model: Any) -> int:
     """Return the parameter count per token: `choices` experts per mixture, plus routers."""
-    from ...nn.experts import MixtureOfExperts
+    from pytransformer.nn.experts import MixtureOfExperts
 
     idle = 0
     for module in model.modules():
@@ -138,7 +140,8 @@ def expert_use(model: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
     """Return, per mixture, each expert's share of the routed tokens and the dropped share."""
     import torch
 
-    from ...nn.experts import MixtureOfExperts
+    from pytransformer.nn.experts import MixtureOfExperts
+
     from ._text import each_batch
 
     mixtures = {name: m for name, m in model.named_modules() if isinstance(m, MixtureOfExperts)}
