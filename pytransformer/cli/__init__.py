@@ -60,19 +60,10 @@ _COMMANDS = {
     "attention-map": _Command("pytransformer.cli.attention_map", "draw what a model attended to"),
 }
 
-# Commands whose module parses its own arguments: `run(argv) -> int`.
+# Commands of two words, whose modules parse their own arguments: `run(argv) -> int`.
 _DELEGATED = {
-    "drop-in": _Command(
-        "pytransformer.cli.proof", "real models with PyTorch's kernels and with ours, compared"
-    ),
-    "bench compare": _Command(
-        "pytransformer.cli.benchmark.compare", "what changed between two results.json, beyond noise"
-    ),
     "bench models": _Command(
         "pytransformer.cli.benchmark.models", "full models: ours, PyTorch's sdpa and eager code"
-    ),
-    "bench inference": _Command(
-        "pytransformer.cli.benchmark.inference", "full models on the CPU beside inference engines"
     ),
 }
 
@@ -80,7 +71,7 @@ _EPILOG = """\
 examples:
   pytransformer demo               check ops, time them beside PyTorch
   pytransformer doctor             list the backends that work here
-  pytransformer explain attention --shape 2,8,1024,64 --causal bottom_right
+  pytransformer explain attention --case t5_bias --shape B=2,Hq=8,L=1024
   pytransformer bench --quick      time every op; ./results/bench-DATE/
   pytransformer verify             verify every backend, two minutes
   pytransformer train translate --data FILE          ./results/translate/

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of a training step of each subject and variant, in a fresh process.
+"""Peak memory of a training step of each model and variant, in a fresh process.
 
 A helper process builds the models and then forks one child per measurement. Building happens once,
-and no variant's allocations hide those of the next. Linux only, like cli.benchmark.memory, which
-measures the peaks.
+and no variant's allocations hide those of the next. Linux only, like `memory`, which measures the
+peaks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from .benchmark.memory import ENVIRONMENT, measure_rise, why_not
-from .benchmark.memory import Unmeasured as Unmeasured
+from .memory import ENVIRONMENT, measure_rise, why_not
+from .memory import Unmeasured as Unmeasured
 
 
-def peaks(
-    requests: Sequence[tuple[str, str]], source: str = "pytransformer.cli.proof_models"
-) -> dict[tuple[str, str], int]:
+def peaks(requests: Sequence[tuple[str, str]], source: str) -> dict[tuple[str, str], int]:
     """Return the rise of resident memory at its peak, in bytes, per (subject, variant).
 
     ``source`` names the module whose ``build(name)`` creates the subjects.
@@ -34,8 +32,8 @@ def peaks(
     import torch
 
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.proof_memory import serve;"
-        " serve()"
+        f"import sys; sys.path[:] = {sys.path!r};"
+        " from pytransformer.cli.benchmark.model_memory import serve; serve()"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code],

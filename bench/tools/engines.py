@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders of `pytransformer bench inference`: one function per inference engine.
+"""Contenders of `bench/tools/inference.py`: one function per inference engine.
 
 A function gets a :class:`Work` and the model, and returns a call that computes all outputs once, as
 tensors. It raises :class:`~pytransformer.cli.providers.Unsupported` with the reason if the engine

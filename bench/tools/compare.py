@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer bench compare A.json B.json`: significant changes from A to B.
+"""`python bench/tools/compare.py A.json B.json`: significant changes from A to B.
 
 Absolute times of two runs are not comparable, because machine load and
 temperature differ. The comparison uses the time relative to PyTorch's op in the
@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
-from pytransformer.cli import OK, WRONG, UsageError
+from pytransformer.cli import OK, WRONG, UsageError, main
 from pytransformer.cli.benchmark import clock, report, results
 from pytransformer.cli.benchmark.runner import REFERENCE
 from pytransformer.cli.providers import NAIVE, PEERS, TORCH
@@ -208,9 +209,8 @@ def _merged_row(members: list[Row]) -> Row:
     return row | {"bound_used": max(used, default=None)}
 
 
-def run(argv: Sequence[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="pytransformer bench compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -228,7 +228,11 @@ def run(argv: Sequence[str]) -> int:
         metavar="X",
         help="a change counts from this share on (default 0.1)",
     )
-    arguments = parser.parse_args(argv)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
     if not arguments.threshold >= 0:
         raise UsageError(f"--threshold must be 0 or more, got {arguments.threshold}")
     old, new = _load(arguments.old), _load(arguments.new)
@@ -299,3 +303,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(parser=build_parser()))

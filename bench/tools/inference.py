@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer bench inference`: whole models on the CPU beside engines.
+"""`python bench/tools/inference.py`: whole models on the CPU beside engines.
 
 The engines are eager code, sdpa, torch.compile with frozen weights, ONNX
 Runtime, OpenVINO and CTranslate2 (the extra "peers"); "convert" is ours,
@@ -30,11 +30,14 @@ from typing import Any, NamedTuple
 import torch
 
 import pytransformer as pt
-from pytransformer.cli import OK, WRONG, UsageError
+from pytransformer.cli import OK, WRONG, UsageError, main
 from pytransformer.cli.benchmark import clock, plan, report, results
-from pytransformer.cli.providers import Unsupported, engines
-from pytransformer.cli.providers.engines import ENGINES, Work
+from pytransformer.cli.providers import Unsupported
 from pytransformer.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
+import engines
+from engines import ENGINES, Work
 
 OURS = ("convert", "packed", "unpadded")
 LENGTHS = (8, 12, 16, 20, 24, 32, 48, 64)  # tokens of MiniLM's sentences, each eight times
@@ -171,9 +174,8 @@ def measure(
     return list(lines.values())
 
 
-def run(argv: Sequence[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="pytransformer bench inference",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -188,7 +190,11 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="CSV", help="default ./results/inference-<date>.csv"
     )
-    arguments = parser.parse_args(argv)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
     rows = _chosen("row", arguments.rows or list(ROWS), ROWS)
     names = _chosen("--engines", arguments.engines.split(","), ENGINES)
     allowed = [plan.dtype_name(d) for d in MAX_ERROR]
@@ -196,9 +202,9 @@ def run(argv: Sequence[str]) -> int:
     try:
         pt.integrations.transformers.register()
     except ImportError as error:
-        raise UsageError(f"bench inference: {error}") from error
+        raise UsageError(f"inference: {error}") from error
     console, lines = Console(), []
-    where = results.environment("cpu", " ".join(["pytransformer", *sys.argv[1:]]))
+    where = results.environment("cpu", " ".join(["inference.py", *arguments.argv]))
     console.print(report.environment_text(where))
     day = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
     path = arguments.out or Path("results") / f"inference-{day}.csv"
@@ -220,7 +226,7 @@ def run(argv: Sequence[str]) -> int:
 def _chosen(what: str, names: list[str], known: Any) -> list[str]:
     if unknown := [n for n in names if n not in known]:
         raise UsageError(
-            f"bench inference: {what} must be of {', '.join(known)}, got {', '.join(unknown)}"
+            f"inference: {what} must be of {', '.join(known)}, got {', '.join(unknown)}"
         )
     return names
 
@@ -241,3 +247,7 @@ def _line(line: dict[str, Any]) -> list[str]:
         line["work"], report.SHORT[line["dtype"]], line["engine"], figure(line["median_ms"]),
         figure(line["eager_over_this"]), figure(line["error"], 2), line["reason"],
     ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(parser=build_parser()))
