@@ -136,7 +136,7 @@ def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
         )
 
     monkeypatch.setattr(providers, "prepare_ours", two_percent_off)
-    assert doctor.run(argparse.Namespace(json=False, model=None)) == WRONG
+    assert doctor.run(argparse.Namespace(json=False)) == WRONG
     output = capsys.readouterr().out
     assert "WRONG" in output and "checks failed" in output
 

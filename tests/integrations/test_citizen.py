@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pytransformer as pt
 from pytransformer.cli.benchmark import model_memory
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import (
+from support.drop_in_table import build
+from support.hugging_face import (
     AS_EXACT,
     FAMILIES,
     MANY,
@@ -31,10 +32,9 @@ from pytransformer.testing.hugging_face import (
     model_distance_limit,
     real_tokens,
 )
-from pytransformer.testing.hugging_face import run as results
-from pytransformer.testing.models import assert_same_gradient
-from support.drop_in_table import build
+from support.hugging_face import run as results
 from support.memory_subjects import HEADS
+from support.models import assert_same_gradient
 
 LIMIT = model_distance_limit(torch.float32)
 
@@ -233,7 +233,7 @@ DDP = """
 import os, sys, torch
 import pytransformer as pt
 from support.drop_in_table import build
-from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+from support.hugging_face import FAMILIES, inputs_of
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
 rank = torch.distributed.get_rank()

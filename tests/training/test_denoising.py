@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pytransformer.models import BERT, BERTConfig
-from pytransformer.testing.models import CURVE
 from pytransformer.training import IGNORED, Vocabulary, mask_spans, masked_collate
 from pytransformer.training.denoising import (
     TextToText,
@@ -22,6 +21,7 @@ from pytransformer.training.denoising import (
 )
 from pytransformer.training.quality import from_memory, most_alike
 from pytransformer.training.text import Pair
+from support.models import CURVE
 from training_tasks.data.baselines import (
     Bigrams,
     MostFrequent,

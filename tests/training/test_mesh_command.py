@@ -13,8 +13,8 @@ import torch
 from train import main
 
 from pytransformer.cli import OK, USAGE
-from pytransformer.testing.models import TRAINED
 from pytransformer.training import read_metrics, write_pairs
+from support.models import TRAINED
 
 SMALL = [
     "--width",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import pytransformer as pt
-from pytransformer.testing.hugging_face import FAMILIES, Family
+from support.hugging_face import FAMILIES, Family
 
 HEADS = FAMILIES["t5"].settings["num_heads"]
 

@@ -12,27 +12,14 @@ from typing import Any
 
 import torch
 
+from pytransformer.testing.bounds import AS_EXACT as AS_EXACT
+from pytransformer.testing.bounds import MANY as MANY
+from pytransformer.testing.bounds import conditioned_limit as conditioned_limit
+from pytransformer.testing.bounds import model_distance_limit as model_distance_limit
+
 from .models import random_sum
 
 VOCABULARY, PAD = 61, 0
-
-
-def model_distance_limit(dtype: torch.dtype) -> float:
-    """Return the max relative 2-norm difference of two correct runs of these two-layer models.
-
-    PyTorch's sdpa differs from eager code by 1 to 16 eps; a wrong mask differs by 1e5 eps and more.
-    """
-    return 32 * torch.finfo(dtype).eps
-
-
-def conditioned_limit(dtype: torch.dtype, noise: float) -> float:
-    """Return the limit for a model of any condition.
-
-    `noise` is its output change if each weight changes by one rounding. BERT, GPT-2, Llama and ViT
-    change by 4 eps, an eighth of their limit of 32 eps. Wrong masks start at 2e-2, and no limit
-    exceeds a quarter of that.
-    """
-    return min(max(model_distance_limit(dtype), 8 * noise), 5e-3)
 
 
 @dataclass(frozen=True)
@@ -192,14 +179,6 @@ def run(
     logits = model(**inputs).logits[real_tokens(family, inputs) if real is None else real]
     random_sum(logits).backward()
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-# Number of examples, and limit, of the ratio to eager code's error. The ratio of two rounding
-# errors scatters. Over 40 draws of 3 examples its logarithm has a standard deviation of 0.03 (BERT)
-# to 0.23 (ViT); over 8 draws of 64 examples, 0.003 to 0.05 about a mean of -0.13 to 0.02 (Zen 5
-# with AVX-512, and pinned to AVX2). The limit is the highest mean plus 4 of the largest deviations:
-# exp(0.22).
-MANY, AS_EXACT = 64, 1.25
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits for the agreement of two implementations of a model."""
+"""The agreement of two implementations of a model."""
 
 from __future__ import annotations
 
 import torch
 
-# For float32 logits, relative to max(1, max|logit|). Two correct computations of the small test
-# models differ by 1e-7 to 3e-6; an approximate GELU or a wrong eps gives 1e-4 and more.
-LOGITS = 5e-5
-# Relative 2-norm difference of a parameter's float32 gradients.
-GRADIENT = 5e-5
-# Relative difference of a small model's loss under bfloat16 autocast: a few roundings of 2^-9 per
-# layer.
-AUTOCAST = 2e-2
-# Relative difference of two float64 losses after 50 training steps: rounding only (4e-15 measured).
-CURVE = 1e-12
-# For elements of one float32 attention with magnitude about 1, relative and absolute; gradients sum
-# more terms.
-ELEMENT = 32 * torch.finfo(torch.float32).eps
-OUTPUT_SIZE, GRADIENT_SIZE = 4.0, 8.0
-# For weights, relative and absolute, and losses after a few float32 training steps with another
-# summation order. Adam divides small gradients, and thus their rounding errors, by their magnitude.
-TRAINED, TRAINED_LEAST = 1e-4, 1e-5
+from pytransformer.testing.bounds import AUTOCAST as AUTOCAST
+from pytransformer.testing.bounds import CURVE as CURVE
+from pytransformer.testing.bounds import ELEMENT as ELEMENT
+from pytransformer.testing.bounds import GRADIENT as GRADIENT
+from pytransformer.testing.bounds import GRADIENT_SIZE as GRADIENT_SIZE
+from pytransformer.testing.bounds import LOGITS as LOGITS
+from pytransformer.testing.bounds import OUTPUT_SIZE as OUTPUT_SIZE
+from pytransformer.testing.bounds import TRAINED as TRAINED
+from pytransformer.testing.bounds import TRAINED_LEAST as TRAINED_LEAST
 
 
 def random_sum(out: torch.Tensor) -> torch.Tensor:
