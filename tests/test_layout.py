@@ -19,7 +19,7 @@ GENERATED = {"build", "dist", "results", "__pycache__"}  # plus dot names
 FAMILIES = dict.fromkeys(op.family for op in OPS.values())
 EVERY_OP_HAS = (
     "pytransformer/ops/{}.py",
-    "pytransformer/reference/{}.py",
+    "pytransformer/reference/_{}.py",
     "docs/ops/{}.md",
     "tests/ops/test_{}*.py",
 )
