@@ -96,5 +96,4 @@ def _sharding() -> Any:
 
 
 _sharded_loaders.append(_sharding)
-reference.publish()
 _choose_kernels()

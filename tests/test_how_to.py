@@ -129,7 +129,7 @@ def test_tests_of_a_new_op_pass_on_every_backend(tree: Path) -> None:
 
 
 def test_tools_support_a_new_op(tree: Path) -> None:
-    explained = run(tree, "-m", "pytransformer", "explain", "scale_rows", "--shape", "4,8")
+    explained = run(tree, "-m", "pytransformer", "explain", "scale_rows", "--shape", "rows=4,d=8")
     assert explained.startswith("scale_rows 4x8 float32: cpu"), explained
     assert "scale_rows" in run(tree, "-m", "pytransformer", "bench", "scale_rows", "--list")
     run(

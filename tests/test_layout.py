@@ -19,7 +19,7 @@ GENERATED = {"build", "dist", "results", "__pycache__"}  # plus dot names
 FAMILIES = dict.fromkeys(op.family for op in OPS.values())
 EVERY_OP_HAS = (
     "pytransformer/ops/{}.py",
-    "pytransformer/reference/{}.py",
+    "pytransformer/reference/_{}.py",
     "docs/ops/{}.md",
     "tests/ops/test_{}*.py",
 )
@@ -81,6 +81,7 @@ NAMES = {
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
     "bench/tools/performance.py": "aims for named cases, some with the name of their op",
     "pytransformer/cli/demo.py": "attention is what it shows",
+    "pytransformer/cli/benchmark/models.py": "attention is what its variants differ in",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
     "tests/support/support/drop_in_table.py": "of drop-in attention",
     "tests/support/support/eager_twin.py": "a module of that name",

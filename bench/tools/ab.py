@@ -6,7 +6,7 @@
 The arguments after -- are those of `pytransformer bench`. OLD and NEW are folders with this package
 and its built native code (`git worktree add OLD COMMIT`, `make build` there). Each run is a
 separate process, and OLD and NEW alternate, so that drift of the machine affects both. The exit
-code is that of `pytransformer bench compare`: 1 if anything got worse.
+code is that of `compare.py`: 1 if anything got worse.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import tempfile
 from pathlib import Path
 
 
-def pytransformer(checkout: Path, *arguments: str) -> int:
+def python(checkout: Path, *arguments: str) -> int:
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "pytransformer", *arguments], env=environment
-    ).returncode
+    return subprocess.run([sys.executable, *arguments], env=environment).returncode
 
 
 def main() -> int:
@@ -59,13 +57,12 @@ def main() -> int:
         pair = [("old", options.old), ("new", options.new)]
         for name, checkout in pair if turn % 2 == 0 else reversed(pair):
             out = str((folder / name / str(turn)).resolve())
-            if (
-                pytransformer(checkout, "bench", *bench, "--no-memory", "--no-plots", "--out", out)
-                > 1
-            ):
+            options_of_run = ("--no-memory", "--no-plots", "--out", out)
+            if python(checkout, "-m", "pytransformer", "bench", *bench, *options_of_run) > 1:
                 return 2
     ends = (str(folder / "old"), str(folder / "new"))
-    return pytransformer(options.new, "bench", "compare", *ends, "--threshold", options.threshold)
+    compare = str(Path(__file__).with_name("compare.py"))
+    return python(options.new, compare, *ends, "--threshold", options.threshold)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of docs/embedders.md from the committed runs of `pytransformer bench inference`.
+"""Write the tables of docs/embedders.md from the committed runs of inference.py.
 
     python bench/tools/inference_table.py           # print the tables
     python bench/tools/inference_table.py --write   # write them into the page

@@ -29,7 +29,7 @@ inline DType dtype_of(const Tensor& t, const char* name, Float64 float64) {
       [[fallthrough]];
     default:
       STD_TORCH_CHECK(false, name, " has dtype number ", int(t.scalar_type()),
-                      "; wanted float32, bfloat16",
+                      "; expected float32, bfloat16",
                       float64 == Float64::taken ? ", float16 or float64" : " or float16");
   }
 }
@@ -99,7 +99,7 @@ inline void check_sizes(const char* op, std::initializer_list<int64_t> sizes) {
 // Return the dropout probability in units of 1 / 65536, rounded half to even: 65536 drops
 // everything.
 inline uint32_t drop_threshold_of(double p) {
-  STD_TORCH_CHECK(p >= 0 && p <= 1, "dropout_p is ", p, "; wanted between 0 and 1");
+  STD_TORCH_CHECK(p >= 0 && p <= 1, "dropout_p is ", p, "; expected between 0 and 1");
   return uint32_t(std::nearbyint(65536 * p));
 }
 

@@ -52,7 +52,7 @@ _COMMANDS = {
         "check and time every backend here; the results are stored and used",
     ),
     "train": _Command(
-        "pytransformer.cli.train", "train a model in minutes: `train --help` lists the tasks"
+        "pytransformer.cli.train", "train a translator in minutes, or on torchrun's processes"
     ),
     "translate": _Command(
         "pytransformer.cli.translate", "translate a sentence, and draw what each word attended to"
@@ -60,19 +60,10 @@ _COMMANDS = {
     "attention-map": _Command("pytransformer.cli.attention_map", "draw what a model attended to"),
 }
 
-# Commands whose module parses its own arguments: `run(argv) -> int`.
+# Commands of two words, whose modules parse their own arguments: `run(argv) -> int`.
 _DELEGATED = {
-    "drop-in": _Command(
-        "pytransformer.cli.proof", "real models with PyTorch's kernels and with ours, compared"
-    ),
-    "bench compare": _Command(
-        "pytransformer.cli.benchmark.compare", "what changed between two results.json, beyond noise"
-    ),
     "bench models": _Command(
         "pytransformer.cli.benchmark.models", "full models: ours, PyTorch's sdpa and eager code"
-    ),
-    "bench inference": _Command(
-        "pytransformer.cli.benchmark.inference", "full models on the CPU beside inference engines"
     ),
 }
 
@@ -80,11 +71,10 @@ _EPILOG = """\
 examples:
   pytransformer demo               check ops, time them beside PyTorch
   pytransformer doctor             list the backends that work here
-  pytransformer explain attention --shape 2,8,1024,64 --causal bottom_right
+  pytransformer explain attention --case t5_bias --shape B=2,Hq=8,L=1024
   pytransformer bench --quick      time every op; ./results/bench-DATE/
   pytransformer verify             verify every backend, two minutes
   pytransformer train translate --data FILE          ./results/translate/
-  pytransformer train bert --data gettext:Django     or spanbert, gpt, t5, moe
   pytransformer translate "a casa preta custa vinte reais."
 """
 
@@ -109,25 +99,28 @@ def build_parser() -> argparse.ArgumentParser:
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        sub.set_defaults(run=getattr(module, "run", None))
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
     for name, command in _DELEGATED.items():
         # run() above handles two-word commands; this entry only lists them
         commands.add_parser(name, help=command.summary, add_help=False)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; invalid input never raises."""
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run one command and return its exit code; invalid input never raises.
+
+    `parser` is another command line, such as the one of examples/train.py.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         for words in (1, 2):
-            if (name := " ".join(argv[:words])) in _DELEGATED:
+            if parser is None and (name := " ".join(argv[:words])) in _DELEGATED:
                 return int(importlib.import_module(_DELEGATED[name].module).run(argv[words:]) or OK)
-        parser = build_parser()
+        parser = build_parser() if parser is None else parser
         arguments = parser.parse_args(argv)
         arguments.argv = argv
-        if arguments.command is None:
+        if getattr(arguments, "run", None) is None:
             parser.print_help()
             return OK
         return arguments.run(arguments)

@@ -2,10 +2,10 @@
 """Check and time attention and whole models beside PyTorch, in about a minute.
 
 Prints whether this machine's kernels are correct, six attention problems with
-1,024 tokens (forward and backward, float32), and BERT and T5 with short and
-long rows, both as registered with transformers and after `convert`. The times
-of a row come from one interleaved run; each contender is checked before it is
-timed. The exit code is 1 if a check fails.
+1,024 tokens (forward and backward, float32), and two layers of BERT and T5
+after `register`, `switch` and `convert`. The times of a row come from one
+interleaved run; each contender is checked before it is timed. The exit code is
+1 if a check fails.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 import pytransformer as pt
 
 from ..console import Console
-from . import OK, WRONG, doctor, proof
-from .benchmark import memory, plan
+from . import OK, WRONG, doctor
+from .benchmark import memory, models, plan
 from .benchmark.runner import REFERENCE, Options, Runner
-from .proof_models import CONVERTED, SUFFIX
 from .providers import TORCH
 
 CASES = ("full", "causal", "window", "t5_bias", "dropout", "key_padding")
 SHAPE = {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1024, "Lk": 1024, "D": 64}
-SUBJECTS = ("bert", f"bert{SUFFIX}", "t5", f"t5{SUFFIX}")
+SUBJECTS = ("bert", "t5")
+LAYERS = 2  # of 12
 ROUNDS = 3  # min samples: a single sample is no measurement
 MIN_TIME = 0.3  # seconds per contender
 MODEL_SECONDS = 2.0
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     wrong = checks(console, backend)
     ratios, faults = attention(console, device, backend)
     wrong += faults
-    compared, faults = models(console, names, arguments.seconds)
+    compared, faults = compare_models(console, names, arguments.seconds)
     wrong += faults
     ratios += compared
     summary(console, ratios, wrong)
@@ -152,40 +152,28 @@ def attention_row(step: plan.Step, mine: dict[str, float], peer: dict[str, float
     return [name_of(step), *times, f"{peer['median_ms'] / mine['median_ms']:.2f}x", *peaks]
 
 
-def models(console: Console, names: Sequence[str], seconds: float) -> tuple[list[Ratio], list[str]]:
-    """Compare whole models with PyTorch's sdpa; return the ratios and the failures."""
-    if not names:
-        return [], []
-    with console.progress(3 * len(names)) as progress:
-        entries = [proof.measure(progress, name, seconds, untimed=("eager",)) for name in names]
-    rows, ratios = [], []
-    for entry in entries:
-        base = entry["variants"]["sdpa"]
-        for variant in (proof.OURS, CONVERTED):
-            found = entry["variants"][variant]
-            speed = [
-                base[f"{mode}_ms"] / found[f"{mode}_ms"] for mode in ("forward", "training_step")
-            ]
-            title = f"{entry['model']}, {entry['batch']}"
-            rows.append(
-                [
-                    title,
-                    "converted" if variant == CONVERTED else "registered",
-                    *(f"{s:.2f}x" for s in speed),
-                ]
-            )
-            if variant == CONVERTED:
-                ratios += [
-                    Ratio(f"{entry['name']} converted, {what}", s)
-                    for what, s in zip(("forward", "training"), speed)
-                ]
-    console.heading("Models of transformers with random weights, float32: speed-up over sdpa")
-    console.table(
-        ("model", "", "forward", "training step"), rows, right=("forward", "training step")
-    )
-    return ratios, [
-        f"{entry['model']}: {problem}" for entry in entries for problem in entry["problems"]
-    ]
+def compare_models(
+    console: Console, names: Sequence[str], seconds: float
+) -> tuple[list[Ratio], list[str]]:
+    """Compare models with PyTorch's sdpa; return the ratios and the failures."""
+    asks = [models.Ask(name, "float32", LAYERS) for name in names]
+    lines, ratios, wrong = [], [], []
+    with console.progress(len(asks)) as progress:
+        for ask in asks:
+            progress.step(ask.title)
+            rows = models.measure(ask, seconds, False, timed=(models.SDPA, models.OURS))
+            progress.advance()
+            ours = [row for row in rows if row["variant"] == models.OURS]
+            wrong += [f"{ask.title}: {reason}" for reason in {r["wrong"] for r in ours} - {None}]
+            speed = {r["mode"]: r["speedup_sdpa"] for r in ours if r["speedup_sdpa"]}
+            cells = (f"{speed[mode]:.2f}x" if mode in speed else "-" for mode in models.MODES)
+            lines.append([f"{ask.title}, {ours[0]['batch']}", *cells])
+            ratios += [Ratio(f"{ask.model}, {m.replace('_', ' ')}", s) for m, s in speed.items()]
+    if lines:
+        console.heading("Models of transformers with random weights, float32: speed-up over sdpa")
+        columns = ("model", "forward", "training step")
+        console.table(columns, lines, right=columns[1:])
+    return ratios, wrong
 
 
 def summary(console: Console, ratios: Sequence[Ratio], wrong: Sequence[str]) -> None:

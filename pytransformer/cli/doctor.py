@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import pytransformer
-from pytransformer.cli import OK, WRONG, UsageError, machine, providers
+from pytransformer.cli import OK, WRONG, machine, providers
 from pytransformer.cli.benchmark import check, exact, plan, results
 from pytransformer.console import Console, clean
 from pytransformer.ops._backends.cuda import library as cuda_library
@@ -50,18 +50,9 @@ NATIVE_COST = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=(
-            "what becomes of a Hugging Face architecture (bert, t5, llama, ...): a tiny one is run"
-        ),
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.model is not None:
-        return architecture(Console(), arguments.model)
     report = examine()
     if arguments.json:
         print(json.dumps(report, indent=1))
@@ -86,28 +77,6 @@ def examine() -> dict[str, Any]:
         },
         "self_check": self_check(),
     }
-
-
-def architecture(console: Console, name: str) -> int:
-    """Build a tiny model of the architecture, convert it, run it, and print which kernels ran."""
-    from pytransformer.testing.hugging_face import FAMILIES, inputs_of
-
-    if name not in FAMILIES:
-        raise UsageError(f"--model: unknown architecture {name!r}; there are {', '.join(FAMILIES)}")
-    try:
-        pytransformer.integrations.transformers.register()
-    except ImportError as error:
-        raise UsageError(str(error)) from error
-    family = FAMILIES[name]
-    model = family.build("pytransformer")
-    conversion = pytransformer.integrations.convert(model)
-    console.heading(
-        f"{family.model}, with attn_implementation='pytransformer' and"
-        " pytransformer.integrations.convert(model)"
-    )
-    console.print(str(conversion))
-    console.print(str(pytransformer.explain(model, inputs_of(family, "right"))))
-    return OK
 
 
 def installation() -> dict[str, Any]:

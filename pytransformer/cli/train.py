@@ -11,20 +11,113 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import json
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import WRONG, UsageError, tasks
-from .training_run import Run
+from ..console import Console
+from ..models import _files
+from ..training.checkpoint import checkpoints
+from ..training.distributed import World
+from . import WRONG, UsageError, train_translate
+
+_OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every",
+    "epochs"} | {
+    # Options for how processes split a batch; the checkpoint stores how many make a step.
+    "mesh", "shard", "timeout", "accumulate",
+}  # fmt: skip
+_COUNTS = ("layers", "width", "batch", "vocabulary", "epochs")  # options of at least 1
+
+TASKS: Mapping[str, Any] = {"translate": train_translate}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+class Run:
+    """The context a task trains in.
+
+    Attributes:
+        arguments: the options of the task and of every task.
+        world: this process and its peers.
+        console: the output for progress.
+        started: time.monotonic() at the start.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, world: World) -> None:
+        self.arguments, self.world = arguments, world
+        self.console, self.started = Console(), time.monotonic()
+
+    @property
+    def out(self) -> Path:
+        return self.arguments.out
+
+    def say(self, text: str = "") -> None:
+        """Print a line in the first process only."""
+        if self.world.first:
+            self.console.print(text)
+
+    def begin(self) -> None:
+        """Check the options and the folder.
+
+        Raises:
+            ValueError: a stage has no steps, the folder has checkpoints and --resume is missing, or
+                the checkpoints belong to other options.
+        """
+        for name, value in vars(self.arguments).items():
+            counted = name.endswith("steps") or name in _COUNTS
+            if counted and value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        options = {
+            name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)
+        }
+        path = self.out / "run.json"
+        if self.arguments.resume and path.exists():
+            then = _files.read_json(path)
+            other = [
+                f"{n}={then.get(n)} instead of {value}"
+                for n, value in options.items()
+                if then.get(n) != value
+            ]
+            if other:
+                raise ValueError(
+                    f"--resume: {self.out} was begun with {', '.join(other)}: use those, or another"
+                    " --out"
+                )
+        if not self.arguments.resume and (
+            checkpoints(self.out) or any(self.out.glob("*/checkpoint-*.safetensors"))
+        ):
+            raise ValueError(
+                f"{self.out} has checkpoints already: resume with --resume, or name another folder"
+                " with --out"
+            )
+        self._options = options
+
+    def write_options(self) -> None:
+        """Write the options that a resumed run must share to run.json, once the data has loaded."""
+        if self.world.first:
+            self.out.mkdir(parents=True, exist_ok=True)
+            _files.write_text(self.out / "run.json", json.dumps(self._options, indent=2) + "\n")
+
+    @staticmethod
+    def _matters(name: str) -> bool:
+        """Return True if a resumed run must share the option; the training length may change."""
+        return name not in _OF_NO_CONSEQUENCE and not name.endswith("steps")
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, tasks: Mapping[str, Any] = TASKS, kind: type[Run] = Run
+) -> None:
+    """Add the tasks, each a module with a docstring and two functions.
+
+    The docstring's first line is the summary and its full text the help. `add_arguments(parser)`
+    adds the task's options, and `train(run)`, with `run` of class `kind`, trains.
+    """
     found = parser.add_subparsers(dest="task", metavar="TASK", title="tasks", required=True)
-    for name in tasks.names():
-        task = tasks.module(name)
+    for name, task in tasks.items():
         about = (task.__doc__ or "").strip()
         sub = found.add_parser(
             name,
@@ -34,6 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         task.add_arguments(sub)
         _add_common(sub, Path("results") / name)
+        sub.set_defaults(run=functools.partial(_run, task, kind))
 
 
 def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
@@ -81,7 +175,7 @@ def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(task: Any, kind: type[Run], arguments: argparse.Namespace) -> int:
     from ..training.checkpoint import locked
     from ..training.distributed import LostProcess, distributed
     from ..training.trainer import Diverged
@@ -96,9 +190,9 @@ def run(arguments: argparse.Namespace) -> int:
             distributed(arguments.device, **_mesh_options(arguments)) as world,
         ):
             stack.enter_context(locked(arguments.out) if world.first else contextlib.nullcontext())
-            training = Run(arguments, world)
+            training = kind(arguments, world)
             training.begin()
-            return tasks.module(arguments.task).train(training)
+            return task.train(training)
     except Diverged as error:
         print(f"pytransformer train: error: {error}", file=sys.stderr, flush=True)
         return WRONG

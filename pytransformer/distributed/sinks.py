@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ..reference.attention import above_sinks, sink_logits
+from ..reference._attention import above_sinks, sink_logits
 from .tile import Grads, Lse, Merged, lse_shares
 
 

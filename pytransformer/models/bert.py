@@ -21,7 +21,7 @@ from ..nn.masks import padding
 from ..nn.patterns import Pattern
 from ..nn.positions import LearnedPositions
 from ..ops.options import ActivationName
-from ..reference.feed_forward import ACTIVATIONS
+from ..reference._feed_forward import ACTIVATIONS
 from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._output import Output

@@ -17,7 +17,7 @@ from ..distributed.experts import ScaledGradient, dispatch
 from ..distributed.group import check_group
 from ..ops.feed_forward import feed_forward
 from ..ops.options import ActivationName
-from ..reference.feed_forward import ACTIVATIONS
+from ..reference._feed_forward import ACTIVATIONS
 from ._grouped import grouped_linear
 from .feed_forward import FeedForward
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..reference._rotary import append_kv_forward
 from ..reference.eight_bit import LIMITS, dequantize_kv
-from ..reference.rotary import append_kv_forward
 from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton

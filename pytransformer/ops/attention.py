@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from typing_extensions import Never, Unpack
 
-from ..reference.attention import attention_forward
+from ..reference._attention import attention_forward
 from ._attention_arguments import (
     biases,
     block_tensors,

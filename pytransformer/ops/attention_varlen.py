@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from typing_extensions import Never, Unpack
 
-from ..reference.attention import attention_varlen_forward
+from ..reference._attention import attention_varlen_forward
 from ._attention_arguments import (
     biases,
     check_dtypes,

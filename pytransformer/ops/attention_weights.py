@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from ..reference.attention import indices, scores, visible_pairs
+from ..reference._attention import indices, scores, visible_pairs
 from ._core.tensors import check_choice, check_tensor, is_sharded, shape_of
 from ._core.verification import number
 from .attention import attention_op

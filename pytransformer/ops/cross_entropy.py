@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, overload
 
 import torch
 
-from ..reference.cross_entropy import cross_entropy_forward
+from ..reference._cross_entropy import cross_entropy_forward
 from ._backends.cpu import cross_entropy as cpu
 from ._backends.cuda import cross_entropy as cuda
 from ._backends.triton import cross_entropy as triton

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..reference.feed_forward import ACTIVATIONS, feed_forward_forward
+from ..reference._feed_forward import ACTIVATIONS, feed_forward_forward
 from ._backends.cpu import feed_forward as cpu
 from ._backends.cuda import feed_forward as cuda
 from ._backends.triton import feed_forward as triton

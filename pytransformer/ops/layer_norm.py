@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from ..reference.layer_norm import add_norm_forward, layer_norm_forward, rms_norm_forward
+from ..reference._layer_norm import add_norm_forward, layer_norm_forward, rms_norm_forward
 from ._backends.cpu import layer_norm as cpu
 from ._backends.cuda import layer_norm as cuda
 from ._backends.triton import layer_norm as triton

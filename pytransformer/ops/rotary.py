@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..reference.rotary import rotary_forward
+from ..reference._rotary import rotary_forward
 from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton

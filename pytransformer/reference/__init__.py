@@ -7,6 +7,7 @@ Tests compare each backend with these functions. Signatures equal the public ops
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from ..ops._core.op import Op
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # same names, arguments and results
     from ..ops.public import *  # noqa: F403
 
 
+@functools.cache
 def _public(op: Op) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         for name in ("backend", "strict", "deterministic"):
@@ -36,10 +38,12 @@ def _public(op: Op) -> Any:
     return function
 
 
-def publish() -> None:
-    """Add a function for every op to this module.
+def __getattr__(name: str) -> Any:
+    """Return the function of an op; ops may be declared after this module is imported."""
+    if name not in OPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _public(OPS[name])
 
-    Call it once, after all ops are declared: importing a module with an op's name later would
-    replace the function.
-    """
-    globals().update({name: _public(op) for name, op in OPS.items()})
+
+def __dir__() -> list[str]:
+    return sorted(OPS)

@@ -196,3 +196,48 @@ def other_bits(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -
         )
 
     return [name for name in a if not equal(a[name], b[name])]
+
+
+# ---- models: two correct computations of the small test models
+
+# For float32 logits, relative to max(1, max|logit|). Two correct computations of the small test
+# models differ by 1e-7 to 3e-6; an approximate GELU or a wrong eps gives 1e-4 and more.
+LOGITS = 5e-5
+# Relative 2-norm difference of a parameter's float32 gradients.
+GRADIENT = 5e-5
+# Relative difference of a small model's loss under bfloat16 autocast: a few roundings of 2^-9 per
+# layer.
+AUTOCAST = 2e-2
+# Relative difference of two float64 losses after 50 training steps: rounding only (4e-15 measured).
+CURVE = 1e-12
+# For elements of one float32 attention with magnitude about 1, relative and absolute; gradients sum
+# more terms.
+ELEMENT = 32 * torch.finfo(torch.float32).eps
+OUTPUT_SIZE, GRADIENT_SIZE = 4.0, 8.0
+# For weights, relative and absolute, and losses after a few float32 training steps with another
+# summation order. Adam divides small gradients, and thus their rounding errors, by their magnitude.
+TRAINED, TRAINED_LEAST = 1e-4, 1e-5
+# Number of examples, and limit, of the ratio to eager code's error. The ratio of two rounding
+# errors scatters. Over 40 draws of 3 examples its logarithm has a standard deviation of 0.03 (BERT)
+# to 0.23 (ViT); over 8 draws of 64 examples, 0.003 to 0.05 about a mean of -0.13 to 0.02 (Zen 5
+# with AVX-512, and pinned to AVX2). The limit is the highest mean plus 4 of the largest deviations:
+# exp(0.22).
+MANY, AS_EXACT = 64, 1.25
+
+
+def model_distance_limit(dtype: torch.dtype) -> float:
+    """Return the max relative 2-norm difference of two correct runs of these two-layer models.
+
+    PyTorch's sdpa differs from eager code by 1 to 16 eps; a wrong mask differs by 1e5 eps and more.
+    """
+    return 32 * torch.finfo(dtype).eps
+
+
+def conditioned_limit(dtype: torch.dtype, noise: float) -> float:
+    """Return the limit for a model of any condition.
+
+    `noise` is its output change if each weight changes by one rounding. BERT, GPT-2, Llama and ViT
+    change by 4 eps, an eighth of their limit of 32 eps. Wrong masks start at 2e-2, and no limit
+    exceeds a quarter of that.
+    """
+    return min(max(model_distance_limit(dtype), 8 * noise), 5e-3)

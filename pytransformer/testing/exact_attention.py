@@ -12,7 +12,7 @@ import torch
 
 from ..ops._core.registry import OPS
 from ..ops.block_mask import BlockMask
-from ..reference.attention import visible_parts
+from ..reference._attention import visible_parts
 from ..reference.eight_bit import LEAST_SCALE, LIMITS, dequantize_kv
 from . import oracle
 

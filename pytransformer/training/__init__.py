@@ -6,7 +6,6 @@ when used.
 """
 
 from .batching import IGNORED, Batches, causal_collate, pad, translation_collate
-from .catalogues import catalogue_pairs
 from .checkpoint import read_checkpoint, write_checkpoint
 from .distributed import World, distributed
 from .images import ImageFolder, collate_images, read_image
@@ -40,7 +39,6 @@ __all__ = [
     "Translator",
     "Vocabulary",
     "World",
-    "catalogue_pairs",
     "causal_collate",
     "check_tokenizer",
     "collate_images",

@@ -13,7 +13,7 @@ from pytransformer import viz
 from pytransformer.cli import OK, USAGE, main
 from pytransformer.cli.attention_of_hf import attention_of, load
 from pytransformer.models import Conformer, Mixer, ViT
-from pytransformer.testing.models import assert_same_elements, assert_same_logits
+from support.models import assert_same_elements, assert_same_logits
 from support.small_models import CONFIGS, build
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
@@ -41,7 +41,7 @@ def picture(tmp_path: Path) -> str:
 def families() -> Any:
     transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
     transformers.utils.logging.set_verbosity_error()
-    from pytransformer.testing import hugging_face
+    from support import hugging_face
 
     return hugging_face
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench inference: errors, reasons, the check before timing, and the engines on small models."""
+"""bench/tools/inference.py: errors, reasons, the check before timing, engines on small models."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from pytransformer.cli import OK, USAGE, WRONG, main
-from pytransformer.cli.benchmark import inference
-from pytransformer.cli.providers import engines
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "tools"))
+import engines
+import inference
 
 transformers = pytest.importorskip(
     "transformers", reason='transformers is not installed (the extra "hf")'
@@ -58,7 +60,9 @@ def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bench(path: Path, *arguments: str) -> tuple[int, dict[tuple[str, str, str], dict[str, str]]]:
     """Run the command and return its exit code and the CSV's rows."""
-    code = main(["bench", "inference", *arguments, "--seconds", "0", "--out", str(path / "x.csv")])
+    code = main(
+        [*arguments, "--seconds", "0", "--out", str(path / "x.csv")], inference.build_parser()
+    )
     with (path / "x.csv").open() as file:
         assert file.readline().startswith('# {"environment"')
         rows = {(r["work"], r["dtype"], r["engine"]): r for r in csv.DictReader(file)}
@@ -76,7 +80,7 @@ def bench(path: Path, *arguments: str) -> tuple[int, dict[tuple[str, str, str], 
 def test_bad_input_is_named(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "inference", *arguments]) == USAGE
+    assert main(arguments, inference.build_parser()) == USAGE
     assert said in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import re
 import pytest
 
 import pytransformer
-from pytransformer.cli import OK, USAGE, WRONG, doctor, main, providers, tasks
+from pytransformer.cli import OK, USAGE, WRONG, doctor, main, providers
 from pytransformer.cli.benchmark import plan
 
 
@@ -25,7 +25,6 @@ def test_help_names_every_command(cli):
         "train",
         "translate",
         "attention-map",
-        "drop-in",
     ):
         assert re.search(rf"^ +{command}\s+\w", listed, re.MULTILINE), (
             f"--help does not list {command}"
@@ -34,7 +33,7 @@ def test_help_names_every_command(cli):
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"],
+    ["demo", "doctor", "explain", "bench", "train", "translate", "attention-map"],
 )
 def test_every_command_has_help(capsys, command):
     with pytest.raises(SystemExit) as stop:
@@ -43,9 +42,8 @@ def test_every_command_has_help(capsys, command):
     assert capsys.readouterr().out.startswith(f"usage: pytransformer {command}")
 
 
-COMMANDS = ["", "demo", "doctor", "explain", "bench", "bench compare", "bench models", "verify"]
-COMMANDS += ["bench inference", "drop-in", "translate", "attention-map", "train"]
-COMMANDS += [f"train {task}" for task in tasks.names()]
+COMMANDS = ["", "demo", "doctor", "explain", "bench", "bench models", "verify"]
+COMMANDS += ["translate", "attention-map", "train", "train translate"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,13 +76,10 @@ def test_version_is_printed(capsys):
             "--quick chooses its own cases, so it does not go with --dtype",
         ),
         (["bench", "--quick", "--out", "/proc/nowhere"], "cannot make the folder /proc/nowhere"),
-        (["explain", "attention", "--shape", "2,8"], "--shape of attention is B,H,L,D"),
-        (["explain", "attention", "--shape", "2,x"], "'2,x' is not numbers with commas between"),
-        (["explain", "attention", "--shape", "1,3,8,8", "--kv-heads", "2"], "error: attention: "),
-        (
-            ["explain", "attention", "--shape", "1,2,8,8", "--backend", "tpu"],
-            "unknown backend 'tpu'",
-        ),
+        (["explain", "attention", "--shape", "2,8"], "'2' is not NAME=SIZE"),
+        (["explain", "attention", "--case", "ful"], "no case ful; attention have "),
+        (["explain", "attention", "--shape", "Hq=3,Hkv=2"], "error: attention: "),
+        (["explain", "attention", "--backend", "tpu"], "unknown backend 'tpu'"),
     ],
 )
 def test_errors_have_a_hint(capsys, arguments, said):
@@ -141,23 +136,13 @@ def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
         )
 
     monkeypatch.setattr(providers, "prepare_ours", two_percent_off)
-    assert doctor.run(argparse.Namespace(json=False, model=None)) == WRONG
+    assert doctor.run(argparse.Namespace(json=False)) == WRONG
     output = capsys.readouterr().out
     assert "WRONG" in output and "checks failed" in output
 
 
 def test_explain_gives_a_reason_for_every_backend_not_chosen(cli):
-    text = cli(
-        "explain",
-        "attention",
-        "--shape",
-        "1,4,64,1000",
-        "--causal",
-        "top_left",
-        "--bias",
-        "t5",
-        "--grad",
-    ).stdout
+    text = cli("explain", "attention", "--case", "t5_bias", "--shape", "D=1000", "--grad").stdout
     rows = [
         line.split(None, 2) for line in text.splitlines() if line.startswith(("cpu ", "reference "))
     ]
@@ -166,27 +151,13 @@ def test_explain_gives_a_reason_for_every_backend_not_chosen(cli):
     assert len(next(row for row in rows if row[0] == "cpu")[2]) > 10, "no reason beside the refusal"
 
 
-def test_explain_accepts_every_option():
-    options = [
-        "explain", "attention", "--shape", "2,8,64,96,32", "--dtype", "bf16", "--kv-heads", "2",
-        "--value-dim", "48",
-        "--causal", "bottom_right", "--window", "16,", "--mask", "bool", "--bias", "alibi",
-        "--lengths", "--segments",
-        "--prefix", "--softcap", "20", "--dropout", "0.1", "--grad",
-    ]  # fmt: skip
-    assert main(options) == OK
-    assert (
-        main(
-            [
-                "explain",
-                "attention_varlen",
-                "--shape",
-                "2,8,64,32",
-                "--bias",
-                "t5",
-                "--causal",
-                "bottom_right",
-            ]
-        )
-        == OK
-    )
+@pytest.mark.parametrize("op", plan.OPS)
+def test_explain_accepts_every_op_and_option(op, capsys):
+    case = plan.cases(op)[0]
+    name, size = next(iter(case.shape.items()))
+    options = ["--case", case.name, "--shape", f"{name}={size + 8}", "--dtype", "bf16"]
+    assert main(["explain", op, *options, "--backend", "reference", "--grad"]) == OK
+    output = capsys.readouterr().out
+    title = output.partition(":")[0]
+    assert op in title and case.name in title and str(size + 8) in title
+    assert "bfloat16: reference" in output

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench compare: changes and noise."""
+"""bench/tools/compare.py: changes and noise."""
 
 from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytransformer.cli import OK, USAGE, WRONG, main
-from pytransformer.cli.benchmark import compare, results
+from pytransformer.cli.benchmark import results
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "tools"))
+import compare
 
 ENVIRONMENT = {
     "device": "cpu",
@@ -226,6 +230,10 @@ def test_peers_are_not_compared() -> None:
     assert kinds(document(row("cpu", 1.0), row("torch", 2.0), row("naive", 9.0))) == []
 
 
+def run(*arguments: str) -> int:
+    return main(arguments, compare.build_parser())
+
+
 def test_command_prints_changes_and_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,15 +241,15 @@ def test_command_prints_changes_and_exits_with_1(
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps(made))
     a, b = str(tmp_path / "a"), str(tmp_path / "b" / "results.json")
-    assert main(["bench", "compare", a, a]) == OK
-    assert main(["bench", "compare", a, b]) == WRONG
+    assert run(a, a) == OK
+    assert run(a, b) == WRONG
     output = capsys.readouterr().out
     assert "2 rows in both; 1 worse, 0 better." in output
     assert "slower" in output
     (tmp_path / "c.json").write_text("{}")
-    assert main(["bench", "compare", a, str(tmp_path / "c.json")]) == USAGE
-    assert main(["bench", "compare", a, str(tmp_path / "none.json")]) == USAGE
-    assert main(["bench", "compare", a, b, "--threshold", "-1"]) == USAGE
+    assert run(a, str(tmp_path / "c.json")) == USAGE
+    assert run(a, str(tmp_path / "none.json")) == USAGE
+    assert run(a, b, "--threshold", "-1") == USAGE
     output = capsys.readouterr().err
     assert "is not a results file of schema" in output
     assert "cannot read" in output
@@ -255,5 +263,5 @@ def test_runs_without_a_common_row_of_ours_fail(
     rows = (row("torch", 2.0), row(backend, 1.0, case="causal"))
     (tmp_path / "a.json").write_text(json.dumps(document(row("cpu", 1.0), row("torch", 2.0))))
     (tmp_path / "b.json").write_text(json.dumps(document(*rows)))
-    assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == WRONG
+    assert run(str(tmp_path / "a.json"), str(tmp_path / "b.json")) == WRONG
     assert "the runs have no row of ours in common" in capsys.readouterr().out

@@ -8,24 +8,32 @@ import dataclasses
 import pytest
 import torch
 
-from pytransformer.cli import OK, WRONG, demo, main, proof, proof_models
+from pytransformer.cli import OK, WRONG, demo, main
+from pytransformer.cli.benchmark import models
 
 pytestmark = pytest.mark.unpoisoned
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the problems small: a batch of two short rows, one round."""
+    """Make the problems small: short rows, a narrow BERT of one layer."""
     monkeypatch.setattr(demo, "SHAPE", {"B": 1, "Hq": 2, "Hkv": 2, "Lq": 64, "Lk": 64, "D": 16})
     monkeypatch.setattr(demo, "MIN_TIME", 0.0)
     monkeypatch.setattr(demo, "CASES", ("causal", "t5_bias"))
     monkeypatch.setattr(demo.doctor, "self_check", list)
-    monkeypatch.setattr(proof, "ROUNDS", 1)
-    text = proof_models.read_text()
-    short = proof_models.Text(
-        text.ids[:2, :12].contiguous(), text.real[:2, :12].contiguous(), text.words
-    )
-    monkeypatch.setattr(proof_models, "read_text", lambda long=False: short)
+    monkeypatch.setitem(models.MODELS, "bert", ("BERT", bert))
+
+
+def bert(layers: int | None) -> models.Parts:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    ids, mask = models._tokens(2, 12, 50, min_length=6)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    return BertForMaskedLM(config), inputs, ids.masked_fill(mask == 0, models.IGNORED), "2 x 12"
 
 
 def test_demo_ends_with_fastest_slowest_and_no_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +45,7 @@ def test_demo_ends_with_fastest_slowest_and_no_wrong(capsys: pytest.CaptureFixtu
         and lines[-2].endswith("Wrong: 0.")
         and lines[-1].startswith("Next: ")
     )
-    for row in ("causal", "t5 bias", "registered", "converted"):
+    for row in ("causal", "t5 bias", "BERT, 2 of 12 layers, 2 x 12"):
         assert any(row in line and "x" in line for line in lines), row
 
 
@@ -70,8 +78,15 @@ def test_demo_without_kernels_times_no_attention(
     assert "no kernels are built here" in capsys.readouterr().out
 
 
-def test_long_rows_have_512_tokens_and_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    text = proof_models.read_text(long=True)
-    assert text.ids.shape == (2, proof_models.LONG)
-    assert not torch.equal(text.real[0], text.real[1])
+@pytest.mark.falls_back
+@pytest.mark.filterwarnings("ignore:pytransformer.scaled_dot_product_attention")
+def test_a_model_off_our_kernels_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from pytransformer.ops._core.registry import OPS
+
+    reference = {"reference": OPS["attention"].backends["reference"]}
+    monkeypatch.setattr(OPS["attention"], "backends", reference)
+    assert main(["demo", "--models", "bert", "--seconds", "0"]) == WRONG
+    assert "WRONG: BERT, 2 of 12 layers: " in capsys.readouterr().out

@@ -328,7 +328,7 @@ def test_inspect_prints_the_committed_tables(tool) -> None:
 def test_ab_interleaves_and_compares(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ab, ran = tool("ab"), []
     monkeypatch.setattr(
-        ab, "pytransformer", lambda checkout, *words: ran.append((checkout.name, words)) or 0
+        ab, "python", lambda checkout, *words: ran.append((checkout.name, words)) or 0
     )
     for name in ("old", "new"):
         (tmp_path / name / "pytransformer").mkdir(parents=True)
@@ -351,13 +351,10 @@ def test_ab_interleaves_and_compares(tool, monkeypatch: pytest.MonkeyPatch, tmp_
         ],
     )
     assert ab.main() == 0
-    assert [name for name, words in ran if words[1] == "attention"] == ["old", "new", "new", "old"]
-    assert ran[-1][1][:4] == (
-        "bench",
-        "compare",
-        str(tmp_path / "runs" / "old"),
-        str(tmp_path / "runs" / "new"),
-    )
+    bench = ("-m", "pytransformer", "bench", "attention")
+    assert [name for name, words in ran if words[:4] == bench] == ["old", "new", "new", "old"]
+    ends = (str(tmp_path / "runs" / "old"), str(tmp_path / "runs" / "new"))
+    assert ran[-1][1][:3] == (str(ROOT / "bench" / "tools" / "compare.py"), *ends)
 
 
 def test_overhead_writes_its_measurements(

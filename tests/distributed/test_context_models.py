@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytransformer.testing.models import CURVE
+from support.models import CURVE
 from support.ranks import Pool
 from support.split_models import make
 from support.split_training import CONFIGS, in_context, loss_and_gradients

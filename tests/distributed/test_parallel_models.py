@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pytransformer.testing.models import CURVE
 from support import small_models
+from support.models import CURVE
 from support.ranks import Pool
 from support.split_models import (
     bytes_given,

@@ -15,10 +15,10 @@ from pytransformer.distributed.sharding import RULES, Way
 from pytransformer.testing import bounds
 from pytransformer.testing.cases import case, cases
 from pytransformer.testing.kits import kit_of
-from pytransformer.testing.models import CURVE
 from pytransformer.testing.oracle import Solution, exact
 from support import fuzz_cross_entropy
 from support.judge import data_of
+from support.models import CURVE
 from support.ranks import Pool
 from support.sharding_faults import FAULTS
 from support.split_calls import (

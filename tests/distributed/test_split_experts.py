@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytransformer.testing.models import CURVE
+from support.models import CURVE
 from support.ranks import Pool
 from support.split_experts import D_MODEL, FAULTS, mixed, mixture, refusal, results, trained
 from support.split_models import make, train

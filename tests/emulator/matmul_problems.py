@@ -131,5 +131,5 @@ def wrong(problem: Problem) -> list[str]:
     least = -(-problem.rows // 64) * -(-problem.columns // 256) * steps * 4
     most = -(-problem.rows // 128) * -(-problem.columns // 128) * steps * 8
     if not least <= (products := torch.ops.pytransformer_C.emulator_products() - before) <= most:
-        found.append(f"{products} products of warpgroups, wanted {least} to {most}")
+        found.append(f"{products} products of warpgroups; expected {least} to {most}")
     return found

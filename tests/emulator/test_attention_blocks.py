@@ -244,10 +244,10 @@ def test_binding_checks_shapes() -> None:
         r"offsets of a block mask": {"key_block_offsets": mask.blocks.key_offsets.repeat(1, 3, 1)},
         r"must be contiguous int32": {"block_entries": mask.blocks.entries.long()},
         r"entries of a block mask": {"key_block_entries": mask.blocks.key_entries.flatten()},
-        r"blocks of 64 x 128 pairs; wanted 128 x 64 or more": {
+        r"blocks of 64 x 128 pairs; expected 128 x 64 or more": {
             "block_bits": mask.blocks.bits[:, :64].contiguous()
         },
-        r"blocks of 96 x 128 pairs; wanted powers of two": {
+        r"blocks of 96 x 128 pairs; expected powers of two": {
             "block_bits": mask.blocks.bits[:, :96].contiguous()
         },
         r"goes with no other mask": {"mask": dense},

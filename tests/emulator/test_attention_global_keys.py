@@ -192,7 +192,7 @@ def test_binding_checks_global_keys() -> None:
 
     call(2, 10**12)
     for wrong in ((2, -1), (-1, 3)):
-        with pytest.raises(RuntimeError, match="wanted 0 or more, and 0 without a window"):
+        with pytest.raises(RuntimeError, match="expected 0 or more, and 0 without a window"):
             call(*wrong)
 
 

@@ -166,7 +166,7 @@ def test_binding_checks_shapes() -> None:
         0.0,
         True,
     ]
-    with pytest.raises(RuntimeError, match="out has 14 elements; wanted 16"):
+    with pytest.raises(RuntimeError, match="out has 14 elements; expected 16"):
         cuda_library.call("layer_norm_fwd", x.device, *arguments)
     arguments[-6:-4] = 3, 8
     with pytest.raises(RuntimeError, match="16 elements are not outer = 3 times rows of 8 columns"):

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import pytransformer as pt
 from pytransformer import drop_in
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import model_distance_limit
-from pytransformer.testing.models import assert_same_elements
+from support.hugging_face import model_distance_limit
+from support.models import assert_same_elements
 
 LIMIT = model_distance_limit(torch.float32)
 

@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
-from pytransformer.cli import proof_memory
+from pytransformer.cli.benchmark import model_memory
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import (
+from support.drop_in_table import build
+from support.hugging_face import (
     AS_EXACT,
     FAMILIES,
     MANY,
@@ -31,10 +32,9 @@ from pytransformer.testing.hugging_face import (
     model_distance_limit,
     real_tokens,
 )
-from pytransformer.testing.hugging_face import run as results
-from pytransformer.testing.models import assert_same_gradient
-from support.drop_in_table import build
+from support.hugging_face import run as results
 from support.memory_subjects import HEADS
+from support.models import assert_same_gradient
 
 LIMIT = model_distance_limit(torch.float32)
 
@@ -106,11 +106,11 @@ def test_checkpoint_replay_repeats_the_dropout_mask(
 @pytest.mark.unpoisoned
 def test_checkpoints_save_memory_and_t5_has_no_score_matrix(hugging_face: Any) -> None:
     """T5 at length 4,096 has room for no (H, L, L) tensor; fresh processes measure the peaks."""
-    if (reason := proof_memory.why_not()) is not None:
+    if (reason := model_memory.why_not()) is not None:
         pytest.skip(reason)
     asked = [("bert checkpointed", "kept"), ("bert checkpointed", "checkpointed"),
              ("t5 2048", "ours"), ("t5 4096", "ours"), ("t5-sdpa 2048", "theirs")]  # fmt: skip
-    peaks = dict(zip(asked, proof_memory.peaks(asked, "support.memory_subjects").values()))
+    peaks = dict(zip(asked, model_memory.peaks(asked, "support.memory_subjects").values()))
     assert peaks["bert checkpointed", "checkpointed"] < 0.5 * peaks["bert checkpointed", "kept"]
 
     def bias_bytes(length: int) -> int:
@@ -233,7 +233,7 @@ DDP = """
 import os, sys, torch
 import pytransformer as pt
 from support.drop_in_table import build
-from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+from support.hugging_face import FAMILIES, inputs_of
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
 rank = torch.distributed.get_rank()

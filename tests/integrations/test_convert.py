@@ -16,7 +16,7 @@ import pytransformer as pt
 from pytransformer.ops._backends.cpu import linear as cpu
 from pytransformer.ops._core import fast_path
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import (
+from support.hugging_face import (
     FAMILIES,
     Family,
     distance,

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 import pytransformer as pt
 from pytransformer.integrations.convert import code
 from pytransformer.integrations.convert.rules import KINDS, find_rule
-from pytransformer.testing.hugging_face import FAMILIES, distance, inputs_of, model_distance_limit
+from support.hugging_face import FAMILIES, distance, inputs_of, model_distance_limit
 
 LIMIT = model_distance_limit(torch.float32)
 QUICK = ("bert", "gpt2", "llama")

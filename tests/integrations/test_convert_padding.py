@@ -12,8 +12,8 @@ from torch import nn
 import pytransformer as pt
 from pytransformer.integrations.convert.rules import KINDS, ON_REQUEST
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import FAMILIES, distance, flat, inputs_of, run
 from support.drop_in_table import LIMIT
+from support.hugging_face import FAMILIES, distance, flat, inputs_of, run
 
 
 @pytest.fixture(autouse=True)

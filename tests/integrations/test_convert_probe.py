@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 import pytransformer as pt
 from pytransformer.integrations.convert import code, modules, probe, rules
-from pytransformer.testing.hugging_face import (
+from support.hugging_face import (
     FAMILIES,
     distance,
     flat,

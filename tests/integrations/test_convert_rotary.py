@@ -11,7 +11,7 @@ from torch import nn
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import (
+from support.hugging_face import (
     AS_EXACT,
     FAMILIES,
     MANY,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import pytransformer as pt
-from pytransformer.testing.hugging_face import AS_EXACT, MANY, model_distance_limit
-from pytransformer.testing.models import random_sum
+from support.hugging_face import AS_EXACT, MANY, model_distance_limit
+from support.models import random_sum
 
 LIMIT = model_distance_limit(torch.float32)
 B, L, M, E, H = 3, 9, 7, 32, 4

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pytransformer.testing.hugging_face import FAMILIES
 from support import drop_in_table
 from support.drop_in_table import FEATURES, Different, lines, row
+from support.hugging_face import FAMILIES
 
 DOC = Path(__file__).with_name("drop_in.md")
 

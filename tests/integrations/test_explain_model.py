@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import pytransformer as pt
-from pytransformer.cli import OK, USAGE, main
-from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+from support.hugging_face import FAMILIES, inputs_of
 
 
 def test_each_layer_is_reported(hugging_face: Any) -> None:
@@ -74,14 +73,3 @@ def test_inputs_by_position_and_hooks_that_raise() -> None:
         pt.explain(model, torch.randn(2, 5))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert pt.explain(model, torch.randn(2, 4)).calls != []
-
-
-def test_doctor_reports_architectures(
-    hugging_face: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--model", "t5"]) == OK
-    output = capsys.readouterr().out
-    assert "T5ForConditionalGeneration" in output
-    assert "attention with the table of biases inside the kernel" in output
-    assert main(["doctor", "--model", "gpt5"]) == USAGE
-    assert "unknown architecture 'gpt5'; there are bert" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention, or_masks
 
 import pytransformer as pt
-from pytransformer.testing.models import assert_same_elements
+from support.models import assert_same_elements
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
-from pytransformer.testing.hugging_face import (
+from support.hugging_face import (
     FAMILIES,
     distance,
     flat,

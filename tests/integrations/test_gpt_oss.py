@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing.hugging_face import distance, model_distance_limit
-from pytransformer.testing.models import random_sum
+from support.hugging_face import distance, model_distance_limit
+from support.models import random_sum
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 if not hasattr(transformers, "GptOssConfig"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+from support.hugging_face import FAMILIES, inputs_of
 
 pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicCache, DynamicLayer

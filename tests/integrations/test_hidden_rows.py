@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytransformer.testing.hugging_face import distance, model_distance_limit
+from support.hugging_face import distance, model_distance_limit
 
 MASK = torch.ones(2, 23, dtype=torch.int64)
 MASK[1, :9] = 0

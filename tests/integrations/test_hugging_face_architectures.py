@@ -12,7 +12,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import distance, flat, model_distance_limit
+from support.hugging_face import distance, flat, model_distance_limit
 
 LIMIT = model_distance_limit(torch.float32)
 SMALL = dict(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+from support.hugging_face import FAMILIES, inputs_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 16

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import FAMILIES, distance, model_distance_limit
+from support.hugging_face import FAMILIES, distance, model_distance_limit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

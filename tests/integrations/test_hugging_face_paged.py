@@ -18,7 +18,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import FAMILIES
+from support.hugging_face import FAMILIES
 
 pytest.importorskip(
     "transformers.generation.continuous_batching.cache_allocators",

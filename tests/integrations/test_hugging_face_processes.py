@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing.hugging_face import FAMILIES
+from support.hugging_face import FAMILIES
 
 LOAD = """
 import pickle, sys, torch

@@ -13,8 +13,8 @@ import torch
 import pytransformer as pt
 from pytransformer.integrations.convert import long_rules
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import distance, flat, model_distance_limit
-from pytransformer.testing.models import random_sum
+from support.hugging_face import distance, flat, model_distance_limit
+from support.models import random_sum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NO_DROPOUT = dict(

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.models import assert_same_elements
+from support.models import assert_same_elements
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -15,8 +15,8 @@ from torch import nn
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import distance, model_distance_limit
-from pytransformer.testing.models import random_sum
+from support.hugging_face import distance, model_distance_limit
+from support.models import random_sum
 from support.sweep import libraries
 
 LIMIT = model_distance_limit(torch.float32)

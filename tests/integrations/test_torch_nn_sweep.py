@@ -15,7 +15,7 @@ from torch import nn
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import distance, model_distance_limit
+from support.hugging_face import distance, model_distance_limit
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from pytransformer import models
-from pytransformer.testing.models import CURVE, assert_same_gradient, assert_same_logits
 from support.eager_twin import EagerTransformer
+from support.models import CURVE, assert_same_gradient, assert_same_logits
 from support.small_models import build, inputs
 
 pytestmark = pytest.mark.filterwarnings(

@@ -20,7 +20,7 @@ from pytransformer.models import (
     generate,
 )
 from pytransformer.models.generation import filtered
-from pytransformer.testing.models import LOGITS, assert_same_logits
+from support.models import LOGITS, assert_same_logits
 
 VOCABULARY, STOP = 23, 3
 

@@ -10,7 +10,7 @@ import torch
 
 from pytransformer import nn
 from pytransformer.models import GPT, T5, Transformer, generate
-from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+from support.hugging_face import FAMILIES, inputs_of
 
 NEW = 9
 OURS: dict[str, Any] = {"gpt2": GPT, "t5": T5, "marian": Transformer}

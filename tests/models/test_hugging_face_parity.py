@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pytransformer import models
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 
 VOCABULARY, PAD = 61, 0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytransformer import models, nn
-from pytransformer.testing.models import AUTOCAST, assert_same_logits
+from support.models import AUTOCAST, assert_same_logits
 from support.small_models import CONFIGS, build, inputs
 
 DECODERS = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pytransformer.models import GPT, T5, Batcher, Decoding, GPTConfig, T5Config, generate
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 from support.pages import poison_free_rows
 
 VOCABULARY = 23

@@ -37,7 +37,7 @@ from pytransformer.models import (
 )
 from pytransformer.nn import cache as contiguous
 from pytransformer.nn import paged_cache, pages
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 from support.pages import check_pages, poison_free_rows
 
 VOCABULARY = 23

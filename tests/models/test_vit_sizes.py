@@ -11,7 +11,7 @@ import torch
 from pytransformer import viz
 from pytransformer.cli import OK, USAGE, main
 from pytransformer.models import Mixer, MixerConfig, ViT, ViTConfig
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 
 SMALL = {
     "patch_size": 4,

@@ -8,7 +8,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer import nn
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 
 
 def test_module_equals_torch_multihead_attention():

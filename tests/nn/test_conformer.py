@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pytransformer import nn
-from pytransformer.testing.models import assert_same_gradient, assert_same_logits, random_sum
+from support.models import assert_same_gradient, assert_same_logits, random_sum
 from support.small_models import build
 
 

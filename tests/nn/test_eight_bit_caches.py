@@ -17,7 +17,7 @@ from pytransformer import nn
 from pytransformer.models import GPT, T5, GPTConfig, T5Config
 from pytransformer.models.generation import Decoding, generate
 from pytransformer.models.serving import Batcher
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 from support.pages import poison_free_rows
 
 EIGHT = [torch.float8_e4m3fn, torch.int8]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pytransformer import models, nn
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 from support.small_models import build, inputs
 
 GATES = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.2, 0.3], [0.15, 0.8, 0.05], [0.2, 0.3, 0.5]])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer import nn
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 
 
 def test_norms_equal_torch():

@@ -11,7 +11,7 @@ import torch
 from pytransformer import nn
 from pytransformer.nn.packing import Packing, select, spread
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.models import assert_same_gradient, assert_same_logits
+from support.models import assert_same_gradient, assert_same_logits
 from support.small_models import build
 
 LENGTHS = {"input_ids": [9, 2, 5], "decoder_input_ids": [3, 7, 1]}

@@ -11,7 +11,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer import nn
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 from support.pages import check_pages, poison_free_rows
 
 

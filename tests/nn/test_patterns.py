@@ -16,7 +16,7 @@ import pytransformer as pt
 from pytransformer import nn
 from pytransformer.models import BERT
 from pytransformer.models.bert import BERTConfig
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 
 L = 150  # no multiple of a block
 RULES: dict[str, tuple[nn.Pattern, Callable[[Tensor, Tensor], Tensor]]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytransformer import nn
-from pytransformer.testing.models import assert_same_logits
+from support.models import assert_same_logits
 
 
 def test_sinusoids_equal_a_worked_example():

@@ -11,7 +11,7 @@ import torch
 import pytransformer as pt
 from pytransformer import nn
 from pytransformer.models import GPT, GPTConfig
-from pytransformer.testing.models import assert_same_gradient, assert_same_logits
+from support.models import assert_same_gradient, assert_same_logits
 
 LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,

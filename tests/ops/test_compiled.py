@@ -12,7 +12,7 @@ import torch
 import pytransformer as pt
 from pytransformer import drop_in
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import distance, model_distance_limit
+from support.hugging_face import distance, model_distance_limit
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.unpoisoned]
 

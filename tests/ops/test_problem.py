@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.ops.attention_varlen import attention_varlen_op
 from support.attention_check import check_attention
@@ -86,7 +85,7 @@ def test_a_packed_problem_has_every_field_of_a_padded_one() -> None:
         None,
         None,
     )
-    assert a.ragged and a.bounded and not a.added and not a.has_score_mod and not a.empty
+    assert a.ragged and a.bounded and not a.added and not a.empty
     b = _problem()
     assert (b.packed, b.sequences, b.num_queries, b.num_keys, b.cu_seqlens_q) == (
         False,
@@ -102,10 +101,6 @@ def test_score_features_are_derived_from_the_arguments() -> None:
     bias = torch.zeros(1, 1, 1, LK)
     assert list(_problem(attn_mask=FULL, bias=bias).added) == ["bias"]
     assert list(_problem(attn_mask=bias, bias=bias).added) == ["mask", "bias"]
-    assert (
-        _problem(bias=pt.AlibiBias(torch.ones(H))).has_score_mod
-        and not _problem(bias=bias).has_score_mod
-    )
     everything = {
         "attn_mask": FULL,
         "softcap": 2.0,

@@ -14,6 +14,8 @@ import pytest
 import pytransformer
 
 PATH = Path(__file__).with_name("toy.py")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))  # tests import train.py and training_tasks
 HEADER = {
     "": "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=(n != 1);\n"
 }
@@ -32,8 +34,7 @@ def toy():
 @pytest.fixture(scope="session")
 def portuguese():
     """Load the module examples/portuguese.py."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "portuguese.py"
-    spec = importlib.util.spec_from_file_location("portuguese", path)
+    spec = importlib.util.spec_from_file_location("portuguese", EXAMPLES / "portuguese.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -87,6 +88,12 @@ def install(tmp_path, monkeypatch):
 def mo():
     """Return `mo(messages)`: the bytes of a .mo file."""
     return write_mo
+
+
+@pytest.fixture(scope="session")
+def train_script():
+    """Return the path of examples/train.py, for torchrun."""
+    return str(EXAMPLES / "train.py")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,12 +9,13 @@ import json
 import sys
 
 import pytest
+from train import main
 
-from pytransformer.cli import OK, USAGE, main
-from pytransformer.training import Pair, catalogue_pairs, split_pairs, translation_scores
-from pytransformer.training.catalogues import Key, read_catalogue, speaks
-from pytransformer.training.cleaning import clean_pair, sentence_key
+from pytransformer.cli import OK, USAGE
+from pytransformer.training import Pair, split_pairs, translation_scores
 from pytransformer.training.quality import from_memory
+from training_tasks.data.catalogues import Key, catalogue_pairs, read_catalogue, speaks
+from training_tasks.data.cleaning import clean_pair, sentence_key
 
 PT = {
     "Save": "Salvar",
@@ -264,7 +265,7 @@ def test_training_runs_on_a_package(mo, install, tmp_path, capsys):
         "--steps",
         "2",
     ]
-    command = ["train", "translate", *small, "--out", str(tmp_path / "out")]
+    command = ["translate", *small, "--out", str(tmp_path / "out")]
     assert main([*command, "--data", "gettext:fakeone", "--from", "de", "--to", "en"]) == OK
     output = capsys.readouterr().out
     assert "fakeone 1.2, licence MIT: 200 pairs" in output and "left out: nothing" in output

@@ -11,16 +11,7 @@ import pytest
 import torch
 
 from pytransformer.models import BERT, BERTConfig
-from pytransformer.testing.models import CURVE
 from pytransformer.training import IGNORED, Vocabulary, mask_spans, masked_collate
-from pytransformer.training.baselines import (
-    Bigrams,
-    MostFrequent,
-    label_scores,
-    majority,
-    share_right,
-)
-from pytransformer.training.cleaning import sentence_key
 from pytransformer.training.denoising import (
     TextToText,
     corrupt_spans,
@@ -28,15 +19,24 @@ from pytransformer.training.denoising import (
     sampling_rates,
     text_to_text_collate,
 )
-from pytransformer.training.labelled import (
+from pytransformer.training.quality import from_memory, most_alike
+from pytransformer.training.text import Pair
+from support.models import CURVE
+from training_tasks.data.baselines import (
+    Bigrams,
+    MostFrequent,
+    label_scores,
+    majority,
+    share_right,
+)
+from training_tasks.data.cleaning import sentence_key
+from training_tasks.data.labelled import (
     Labelled,
     catalogue_texts,
     halves,
     read_labelled,
     split_texts,
 )
-from pytransformer.training.quality import from_memory, most_alike
-from pytransformer.training.text import Pair
 
 SENTINELS = list(range(100, 120))
 

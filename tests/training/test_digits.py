@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train vit|mixer|fnet|conformer`: learning, bitwise resuming, data.
+"""`examples/train.py vit|mixer|fnet|conformer`: learning, bitwise resuming, data.
 
 Each learns within seconds.
 """
@@ -11,11 +11,12 @@ import json
 
 import pytest
 import torch
+from train import main
 
-from pytransformer.cli import OK, USAGE, main
+from pytransformer.cli import OK, USAGE
 from pytransformer.models import Conformer, ViT
 from pytransformer.training.checkpoint import checkpoints, read_checkpoint
-from pytransformer.training.digits import (
+from training_tasks.data.digits import (
     LEVELS,
     Digits,
     drawn_at,
@@ -35,7 +36,7 @@ sklearn = pytest.importorskip(
 
 
 def trained(task: str, out, *options: str) -> dict:
-    assert main(["train", task, "--out", str(out), "--threads", "1", *options]) == OK
+    assert main([task, "--out", str(out), "--threads", "1", *options]) == OK
     return json.loads((out / "report.json").read_text())
 
 
@@ -73,7 +74,6 @@ def test_vit_learns_and_is_fine_tuned_at_another_size(tmp_path, capsys):
     assert (
         main(
             [
-                "train",
                 "vit",
                 "--out",
                 str(tmp_path / "x"),

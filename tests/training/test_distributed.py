@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from pytransformer.testing.models import TRAINED, assert_same_training
 from pytransformer.training import read_metrics
 from pytransformer.training.checkpoint import checkpoints, read_checkpoint
+from support.models import TRAINED, assert_same_training
 
 SCRIPT = """
 import pathlib, sys, torch

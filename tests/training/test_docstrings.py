@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytransformer.training.docstrings import docstring_pairs, docstrings, summed_up
+from training_tasks.data.docstrings import docstring_pairs, docstrings, summed_up
 
 PROSE = (
     "The pages of the pool are looked at one after the other, and a free one is handed out to who"

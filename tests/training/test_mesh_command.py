@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
+from train import main
 
-from pytransformer.cli import OK, USAGE, main
-from pytransformer.testing.models import TRAINED
+from pytransformer.cli import OK, USAGE
 from pytransformer.training import read_metrics, write_pairs
+from support.models import TRAINED
 
 SMALL = [
     "--width",
@@ -60,9 +61,7 @@ def pairs(tmp_path):
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 def test_invalid_meshes_are_refused(pairs, tmp_path, capsys, options, told):
     assert (
-        main(
-            ["train", "gpt", "--data", str(pairs), "--out", str(tmp_path / "out"), *SMALL, *options]
-        )
+        main(["gpt", "--data", str(pairs), "--out", str(tmp_path / "out"), *SMALL, *options])
         == USAGE
     )
     assert told in capsys.readouterr().err
@@ -70,9 +69,9 @@ def test_invalid_meshes_are_refused(pairs, tmp_path, capsys, options, told):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-def test_one_process_resumes_a_run_on_a_mesh(pairs, tmp_path, subprocess_environment):
+def test_one_process_resumes_a_run_on_a_mesh(pairs, tmp_path, train_script, subprocess_environment):
     """Two processes split the heads, then one continues: the losses equal those of one process."""
-    task = ["train", "gpt", "--data", str(pairs), *SMALL, "--accumulate", "2", "--save-every", "3"]
+    task = ["gpt", "--data", str(pairs), *SMALL, "--accumulate", "2", "--save-every", "3"]
     assert main([*task, "--out", str(tmp_path / "alone"), "--steps", "6"]) == OK
     command = [
         sys.executable,
@@ -80,8 +79,7 @@ def test_one_process_resumes_a_run_on_a_mesh(pairs, tmp_path, subprocess_environ
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=2",
-        "-m",
-        "pytransformer",
+        train_script,
     ]
     options = ["--out", str(tmp_path / "mesh"), "--steps", "6", "--mesh", "tensor=2"]
     done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train bert|spanbert|gpt|t5|moe` on small corpora: learning, resuming, errors.
+"""`examples/train.py bert|spanbert|gpt|t5|moe` on small corpora: learning, resuming, errors.
 
 Each task learns in seconds and resumes with equal figures.
 """
@@ -17,8 +17,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from train import main
 
-from pytransformer.cli import OK, USAGE, main
+from pytransformer.cli import OK, USAGE
 from pytransformer.training import write_pairs
 from pytransformer.training.checkpoint import checkpoints
 
@@ -90,10 +91,7 @@ def corpora(tmp_path_factory):
 
 def train(task, data, out, *more, expect=OK, **changed):
     steps = [str(part) for option in (STEPS[task] | changed).items() for part in option]
-    assert (
-        main(["train", task, "--data", str(data), "--out", str(out), *SMALL, *steps, *more])
-        == expect
-    )
+    assert main([task, "--data", str(data), "--out", str(out), *SMALL, *steps, *more]) == expect
     return out
 
 
@@ -297,7 +295,7 @@ def test_gettext_packages_are_labels(install, mo, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environment):
+def test_two_processes_train_every_stage(corpora, tmp_path, train_script, subprocess_environment):
     """DDP waits for every parameter's gradient, so a head without one in some stage would hang."""
     steps = [part for option in STEPS["bert"] if "steps" in option for part in (option, "2")]
     command = [
@@ -306,9 +304,7 @@ def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environme
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=2",
-        "-m",
-        "pytransformer",
-        "train",
+        train_script,
     ]
     done = subprocess.run(
         [*command, "bert", "--data", str(corpora[0]), "--out", str(tmp_path / "out"), *SMALL,
@@ -323,9 +319,9 @@ def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environme
 
 
 def test_examples_precede_a_pair_by_similarity():
-    from pytransformer.cli.tasks._language_model import LENGTH
-    from pytransformer.cli.tasks.gpt import neighbours, with_examples
     from pytransformer.training import Pair
+    from training_tasks._language_model import LENGTH
+    from training_tasks.gpt import neighbours, with_examples
 
     pairs = [
         Pair(f"open the {thing} {place}", f"{thing} {place}")
@@ -371,7 +367,7 @@ def test_best_answer_ends_at_or_after_its_start():
 
 
 def test_choices_contain_the_true_ending_once_among_equal_lengths():
-    from pytransformer.cli.tasks._language_model import CHOICES, choices, chosen_right
+    from training_tasks._language_model import CHOICES, choices, chosen_right
 
     endings = ["x" * n for n in range(1, 60)]
     asked = choices([f"prompt {n}" for n in range(1, 60)], endings, random.Random(0))
@@ -387,8 +383,8 @@ def test_choices_contain_the_true_ending_once_among_equal_lengths():
 
 
 def test_likelihoods_cover_the_ending_only():
-    from pytransformer.cli.tasks._language_model import log_likelihoods
     from pytransformer.models import GPT, GPTConfig
+    from training_tasks._language_model import log_likelihoods
 
     torch.manual_seed(0)
     model = GPT(
@@ -408,8 +404,8 @@ def test_expert_usage_counts_match_the_layer(choices):
 
     With one choice its row is zero.
     """
-    from pytransformer.cli.tasks.moe import active_parameters, expert_use
     from pytransformer.models import GPT, GPTConfig
+    from training_tasks.moe import active_parameters, expert_use
 
     torch.manual_seed(0)
     options = {"num_experts": 4, "every": 2, "choices": choices, "capacity_factor": 0.6}
@@ -440,9 +436,9 @@ def test_expert_usage_counts_match_the_layer(choices):
 
 
 def test_answer_bounds_match_the_text_with_the_label(corpora):
-    from pytransformer.cli.tasks._fine_tuning import LENGTH, answers
-    from pytransformer.cli.tasks._masked import uncased_words
-    from pytransformer.training.labelled import read_labelled
+    from training_tasks._fine_tuning import LENGTH, answers
+    from training_tasks._masked import uncased_words
+    from training_tasks.data.labelled import read_labelled
 
     texts = read_labelled(corpora[0]).texts
     of = {t.text.lower(): t.label for t in texts}
@@ -462,7 +458,7 @@ def test_answer_bounds_match_the_text_with_the_label(corpora):
 
 
 def test_word_cases_are_classified():
-    from pytransformer.cli.tasks._fine_tuning import case_of
+    from training_tasks._fine_tuning import case_of
 
     assert [
         case_of(word) for word in ("abc", "Abc", "ABC", "A", "1", "(Abc", "iPad", "{0}", "A1B")

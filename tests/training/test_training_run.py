@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Run`, shared by all tasks of `pytransformer train`: resumed stages, fixed options, reports."""
+"""`Run`, shared by all tasks of `examples/train.py`: resumed stages, fixed options, reports."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import json
 
 import pytest
 import torch
+import train as examples
 
-from pytransformer.cli import OK, USAGE, main, tasks
-from pytransformer.cli.training_run import Figure, Run
+from pytransformer.cli import OK, USAGE, main
 from pytransformer.training import Batches, warmup_cosine
 from pytransformer.training.checkpoint import checkpoints, read_checkpoint
 from pytransformer.training.distributed import World
+from training_tasks._run import Figure, Run
 
 
 def start(out, *, resume=False, steps=6, seed=0, width=1):
     arguments = argparse.Namespace(
-        task="toy", argv=["train", "toy"], out=out, resume=resume, steps=steps, seed=seed,
+        task="toy", argv=["toy"], out=out, resume=resume, steps=steps, seed=seed,
         width=width, accumulate=1,
         bf16=False, save_every=2, device="cpu", threads=None,
     )  # fmt: skip
@@ -98,7 +99,7 @@ def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys, html_pro
     assert html_problems(page) == []
     assert "the most frequent" in page and "second: accuracy" in page and "width" in page
     assert (
-        report["command"] == "pytransformer train toy"
+        report["command"] == "examples/train.py toy"
         and report["data"] == "dice"
         and report["versions"]["torch"]
     )
@@ -109,15 +110,15 @@ def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys, html_pro
     )
 
 
-@pytest.mark.parametrize("name", tasks.names())
+@pytest.mark.parametrize("name", examples.TASKS)
 def test_every_task_has_its_help(name, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["train", name, "--help"])
+        examples.main([name, "--help"])
     output = capsys.readouterr().out
     assert (
         stop.value.code == OK
         and "--resume" in output
-        and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in output
+        and examples.TASKS[name].__doc__.split("\n")[0].rstrip(".") in output
     )
 
 

@@ -14,8 +14,8 @@ import pytransformer as pt
 from pytransformer.cli.benchmark import check, exact
 from pytransformer.cli.providers import Problem, prepare_ours
 from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.models import ELEMENT, assert_same_gradient
 from support import rotary_eight_bits
+from support.models import ELEMENT, assert_same_gradient
 
 
 @pytest.mark.parametrize("case", [*cases("rotary"), *cases("append_kv")], ids=lambda c: c.name)

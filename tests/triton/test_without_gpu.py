@@ -152,7 +152,7 @@ def test_both_tf32_switches_are_supported(switches: None) -> None:
 @pytest.mark.parametrize("op", ["attention", "feed_forward"])
 def test_ops_run_with_the_new_tf32_switch(switches: None, op: str) -> None:
     import pytransformer as pt
-    from pytransformer.testing.hugging_face import distance, model_distance_limit
+    from support.hugging_face import distance, model_distance_limit
 
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     for dtype in (torch.bfloat16, torch.float32):

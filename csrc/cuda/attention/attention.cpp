@@ -282,7 +282,7 @@ class AttentionBinding {
         a.query_start >= 0 && a.key_start >= 0 && start < 1 << 28 && longest + start < 1 << 28,
         "attention: positions must be below 2^28");
     STD_TORCH_CHECK(a.align >= 0 && a.align <= 2, "attention: align is ", a.align,
-                    "; wanted 0, 1 or 2");
+                    "; expected 0, 1 or 2");
     p.causal = a.align != 0, p.bottom_right = a.align == 2;
     const auto side = [](int64_t width) {
       return int(width < 0 || width > kUnbounded ? kUnbounded : width);
@@ -290,7 +290,7 @@ class AttentionBinding {
     p.left = side(a.left), p.right = side(a.right);
     STD_TORCH_CHECK(a.global_keys >= 0 && (!a.global_keys || a.left >= 0 || a.right >= 0),
                     "attention: global_keys is ", a.global_keys,
-                    "; wanted 0 or more, and 0 without a window");
+                    "; expected 0 or more, and 0 without a window");
     const int64_t global_keys = a.global_keys - p.key_start;
     p.global_keys = int(global_keys < 0 ? 0 : global_keys < p.num_keys ? global_keys : p.num_keys);
     const int64_t n = p.sequences;
@@ -341,10 +341,10 @@ class AttentionBinding {
     const LeastBlock least = least_block(p.dtype, p.head_dim, p.value_dim);
     const auto power_of_two = [](int64_t n) { return n >= 32 && n <= 1 << 20 && !(n & (n - 1)); };
     STD_TORCH_CHECK(power_of_two(queries) && power_of_two(keys), "attention: blocks of ", queries,
-                    " x ", keys, " pairs; wanted powers of two from 32 on");
+                    " x ", keys, " pairs; expected powers of two from 32 on");
     STD_TORCH_CHECK(planning_ || (queries >= least.queries && keys >= least.keys),
-                    "attention: blocks of ", queries, " x ", keys, " pairs; wanted ", least.queries,
-                    " x ", least.keys, " or more, as a block_size of 128");
+                    "attention: blocks of ", queries, " x ", keys, " pairs; expected ",
+                    least.queries, " x ", least.keys, " or more, as a block_size of 128");
     STD_TORCH_CHECK(!p.mask.data && !packed_ && p.key_start % 32 == 0,
                     "attention: a block mask goes with no other mask, no packed sequences, and a "
                     "key_start that is a multiple of 32");

@@ -30,7 +30,7 @@ HiddenDropout dropout_of(const MaybeTensor& seed, int64_t row_start, int64_t col
                   "feed_forward: dropout needs an int64 seed");
   pt::check_start(kOp, row_start, "row_start"), pt::check_start(kOp, column_start, "column_start");
   STD_TORCH_CHECK(column_start % 32 == 0, "feed_forward: column_start is ", column_start,
-                  "; wanted a multiple of 32");
+                  "; expected a multiple of 32");
   return {static_cast<const uint64_t*>(read_from(kOp, *seed, "dropout_seed", reachable)), threshold,
           uint32_t(column_start), row_start};
 }

@@ -53,7 +53,7 @@ class Builder {
     else r.data = write_to(kOp, *t, name, reachable);
     if (t->is_contiguous()) {
       STD_TORCH_CHECK(t->numel() == rows() * columns_, "layer_norm: ", name, " has ", t->numel(),
-                      " elements; wanted ", rows() * columns_);
+                      " elements; expected ", rows() * columns_);
       r.outer = inner_ * columns_, r.inner = columns_;
     } else {
       STD_TORCH_CHECK(

@@ -29,7 +29,7 @@ class Builder {
     if (!cos) return;
     p.turned = int(cos->size(-1));
     STD_TORCH_CHECK(p.turned % 2 == 0 && p.turned <= p.dim, op_, ": cos has ", p.turned,
-                    " columns; wanted an even number up to ", p.dim);
+                    " columns; expected an even number up to ", p.dim);
     p.cos = angles_of(*cos, "cos"), p.sin = angles_of(*sin, "sin");
   }
 

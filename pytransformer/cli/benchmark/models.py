@@ -20,6 +20,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,38 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import pytransformer as pt
-from pytransformer.cli import OK, WRONG, UsageError, proof_memory
-from pytransformer.cli.benchmark import clock, plan, report, results
-from pytransformer.cli.proof_models import IGNORED, Subject
+from pytransformer.cli import OK, WRONG, UsageError
+from pytransformer.cli.benchmark import clock, model_memory, plan, report, results
 from pytransformer.console import Console
+from pytransformer.ops._core.registry import trace
 
 SCHEMA_VERSION = 1
 EAGER, SDPA, OURS = VARIANTS = ("eager", "sdpa", "pytransformer")
 MODES = ("forward", "training_step")
 ALLOWED = 2.0  # times the error of eager code
+IGNORED = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One model and its variants.
+
+    `select(variant)` runs the model as that variant inside a with block. `call()` runs the model
+    once and returns the outputs at real tokens and the loss.
+    """
+
+    batch: str
+    model: torch.nn.Module
+    select: Callable[[str], AbstractContextManager[None]]
+    call: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+    def trained(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the outputs at real tokens and the gradient of every parameter."""
+        outputs, loss = self.call()
+        loss.backward()
+        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return outputs.detach(), grads
 
 
 # ---- the models; each returns (model, inputs, labels, mask of real outputs, batch description)
@@ -187,30 +211,37 @@ def build(text: str) -> Subject:
         loss = cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
         return logits[real], loss
 
-    return Subject(ask.title, batch, model, VARIANTS, select, call, ())
+    return Subject(batch, model, select, call)
 
 
 # ---- measurement
 
 
-def measure(ask: Ask, seconds: float, with_memory: bool) -> list[dict[str, Any]]:
-    """Return the rows of one model in one dtype."""
+def measure(
+    ask: Ask, seconds: float, with_memory: bool, timed: Sequence[str] = VARIANTS
+) -> list[dict[str, Any]]:
+    """Return the rows of one model in one dtype; only the variants `timed` have times."""
     exact = _results(build(str(dataclasses.replace(ask, dtype="float64"))), EAGER)
     subject = build(str(ask))
     pt.clear_fallbacks()
-    errors = {variant: _errors(exact, _results(subject, variant)) for variant in VARIANTS}
+    errors = {variant: _errors(exact, _results(subject, variant)) for variant in (EAGER, SDPA)}
+    with trace() as record:
+        errors[OURS] = _errors(exact, _results(subject, OURS))
     wrong = {
         variant: f"{what} off by {error:.2g}, eager code by {errors[EAGER][what]:.2g}"
         for variant in (SDPA, OURS)
         for what, error in errors[variant].items()
         if not error <= ALLOWED * errors[EAGER][what]
     }
+    backends = {backend for raw, backend in record if raw.startswith("attention")}
+    if not backends or "reference" in backends:
+        wrong[OURS] = f"attention ran on {', '.join(sorted(backends)) or 'no kernel of ours'}"
     if fell := [f"{f.op}: {f.reason}" for f in pt.fallbacks()]:
         wrong[OURS] = f"fell back: {fell[0]}"
     peaks = _peaks(ask) if with_memory else {}
     rows = []
     for mode in MODES:
-        timings = _timings(subject, mode, [v for v in VARIANTS if v not in wrong], seconds)
+        timings = _timings(subject, mode, [v for v in timed if v not in wrong], seconds)
         for variant in VARIANTS:
             timing = timings.get(variant)
             rows.append({
@@ -268,8 +299,8 @@ def _speedup(
 
 def _peaks(ask: Ask) -> dict[tuple[str, str], int]:
     try:
-        return proof_memory.peaks([(str(ask), variant) for variant in VARIANTS], __name__)
-    except proof_memory.Unmeasured:
+        return model_memory.peaks([(str(ask), variant) for variant in VARIANTS], __name__)
+    except model_memory.Unmeasured:
         return {}
 
 

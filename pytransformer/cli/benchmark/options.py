@@ -54,7 +54,7 @@ def _problems(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--shape",
-        type=_shape,
+        type=shape,
         default={},
         metavar="Lq=4096,...",
         help="change dimensions of the cases; L is Lq and Lk",
@@ -232,12 +232,13 @@ def _contender(text: str) -> Path:
     return path
 
 
-def _shape(text: str) -> dict[str, int]:
-    shape: dict[str, int] = {}
+def shape(text: str) -> dict[str, int]:
+    """Parse `Lq=4096,D=64`."""
+    sizes: dict[str, int] = {}
     for word in _words(text):
         name, _, size = word.partition("=")
-        shape |= _sized(word, name, size)
-    return shape
+        sizes |= _sized(word, name, size)
+    return sizes
 
 
 def _sweep(text: str) -> list[dict[str, int]]:

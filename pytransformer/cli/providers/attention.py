@@ -57,7 +57,7 @@ def _terms(
 ) -> Terms:
     from pytransformer.ops._core.registry import OPS
     from pytransformer.ops.masks import buckets_of
-    from pytransformer.reference.attention import indices, visible_pairs
+    from pytransformer.reference._attention import indices, visible_pairs
 
     with torch.no_grad():
         a = OPS["attention"].prepare(query, key, value, **keywords)[0]

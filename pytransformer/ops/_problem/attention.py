@@ -299,13 +299,6 @@ class AttentionProblem:
         return {name: t for name, t in terms if t is not None}
 
     @property
-    def has_score_mod(self) -> bool:
-        """True with softcap, ALiBi, T5 or dropout; dense masks and biases do not count."""
-        return bool(
-            self.slopes is not None or self.table is not None or self.softcap or self.dropout_p
-        )
-
-    @property
     def by_pair(self) -> int:
         """Number of terms that cost work per (query, key) pair."""
         tensors = (

@@ -21,7 +21,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import (
+from support.hugging_face import (
     AS_EXACT,
     FAMILIES,
     MANY,

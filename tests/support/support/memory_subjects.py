@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory subjects for :func:`pytransformer.cli.proof_memory.peaks`; needs transformers.
+"""Peak memory subjects for `cli.benchmark.model_memory.peaks`; needs transformers.
 
 ===================  ============================================================================
 "t5 LENGTH"          a training step of a tiny, converted T5 on one sequence: "ours"
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import pytransformer as pt
-from pytransformer.testing.hugging_face import FAMILIES, Family
+from support.hugging_face import FAMILIES, Family
 
 HEADS = FAMILIES["t5"].settings["num_heads"]
 

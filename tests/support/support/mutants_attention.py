@@ -28,8 +28,7 @@ from .faults import (
     value_of,
 )
 
-# Import the module, because `pytransformer.reference.attention` is also the public function.
-source = importlib.import_module("pytransformer.reference.attention")
+source = importlib.import_module("pytransformer.reference._attention")
 _patching = partial(patching, source)
 
 FAULTS: dict[str, Fault] = {}

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from pytransformer.ops._problem.cross_entropy import weight_of_targets
-from pytransformer.reference import cross_entropy as reference
+from pytransformer.reference import _cross_entropy as reference
 
 from .faults import (
     FAITHFUL,

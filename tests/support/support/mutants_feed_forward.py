@@ -20,7 +20,7 @@ from .faults import (
 )
 
 # Import the module, because the package has functions of the same names.
-networks = importlib.import_module("pytransformer.reference.feed_forward")
+networks = importlib.import_module("pytransformer.reference._feed_forward")
 
 FAULTS: dict[str, Fault] = {
     "faithful": FAITHFUL,

@@ -23,7 +23,7 @@ from .faults import (
 )
 
 # Import the module, because the package has functions of the same names.
-norms = importlib.import_module("pytransformer.reference.layer_norm")
+norms = importlib.import_module("pytransformer.reference._layer_norm")
 
 
 def _one_pass_variance(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:

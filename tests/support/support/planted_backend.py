@@ -23,7 +23,7 @@ import pytransformer as pt
 from pytransformer.ops._core import checking, fast_path, verification
 from pytransformer.ops._core import registry as _registry
 from pytransformer.ops._core.registry import Backend
-from pytransformer.testing.hugging_face import distance, model_distance_limit
+from support.hugging_face import distance, model_distance_limit
 
 BACKEND = "triton"  # guarded: needs a verification result on every device
 

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pytransformer as pt
 from pytransformer.ops._core import registry as _registry
-from pytransformer.testing.hugging_face import (
+from support.hugging_face import (
     FAMILIES,
     distance,
     flat,
@@ -26,7 +26,7 @@ from pytransformer.testing.hugging_face import (
     model_distance_limit,
     run,
 )
-from pytransformer.testing.models import random_sum
+from support.models import random_sum
 
 # CUDA driver and runtime errors of a refused launch, and errors of a kernel that ran or of low
 # memory.

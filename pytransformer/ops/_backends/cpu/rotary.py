@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ....reference.rotary import write_rows
+from ....reference._rotary import write_rows
 from ..._core import native
 from ..._core.op import Op
 from ..._core.registry import WRONG_DEVICE, Backend

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from ....reference.attention import PADDED_ONLY
+from ....reference._attention import PADDED_ONLY
 from ..._core.dispatch import NotLaunched
 from ..._core.op import Op
 from ..._core.registry import WRONG_DEVICE, Backend

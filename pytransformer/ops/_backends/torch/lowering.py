@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ....reference.attention import additive_terms, visible_parts
+from ....reference._attention import additive_terms, visible_parts
 from ..._core.dispatch import NotLaunched
 from ..._core.tensors import last_contiguous
 from ..._problem.attention import compact

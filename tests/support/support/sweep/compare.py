@@ -17,7 +17,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import (
+from support.hugging_face import (
     conditioned_limit,
     distance,
     flat,
