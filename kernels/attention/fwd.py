@@ -85,7 +85,7 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
     bounds, m_i = key_bounds(i, seq, p, C)  # [BM]
     run = kv_tiles(bounds, m_i, p, C)
     if C.SPLIT_KV:
-        run = kv_split(run, i_split, seq, p, C)
+        run = kv_range(run, i_split, seq, p, C)
     steps = walk(run, i_b, i_head, i_tile, False, p, C)
     i_hk = i_head // p.group
     K = at_key_head(K, strides.k, i_b, i_hk, C)
@@ -217,7 +217,7 @@ def finish(OUT, LSE, strides, seq, i, i_b, i_h, b_m, b_l, b_o, p, C: tl.constexp
 
 
 @triton.jit
-def kv_split(run, i_split, seq, p, C: tl.constexpr):
+def kv_range(run, i_split, seq, p, C: tl.constexpr):
     """Return one split's range of KV tiles.
 
     The tiles per split depend on the keys that the sequence's queries can see.
