@@ -76,6 +76,10 @@ def _caches(made: Any) -> tuple[Any, ...]:
 
     The last entry binds arguments and returns the type of each and what the compiler may assume of
     its value; for a tuple, two tuples of its class.
+
+    Triton has no switch for this. Annotations and do_not_specialize fix a parameter's type, but not
+    those of a tuple's elements (triton-lang/triton#6152 leaves tuples for later). The wrapper costs
+    3 us per launch that neither _launch.py nor the fast path repeats.
     """
     *caches, bind = made.create_binder()
     # One cache per parameter: tuples of different classes may be equal, and a parameter has one

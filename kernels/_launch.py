@@ -11,6 +11,10 @@ all of these differs only in addresses:
 
 A function that also computes with tensors (T5's diagonals, a sum over partial results) is detected,
 and runs normally each time.
+
+The fast path's recorded programs (ops/_core/fast_path.py) replay eager calls before Python runs.
+This module serves the calls that reach a kernel through Python: under torch.compile, modes and
+subclasses, with block masks, and where the C++ fast path is not built.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in Triton: kernel arguments in ``problem``, shared code in ``tiles``, kernels in
-``fwd`` and ``bwd``.
+"""Attention in Triton: kernels in ``fwd`` and ``bwd``, a step of theirs in each of ``mask``,
+``score_mod``, ``softmax`` and ``tiles``, arguments in ``args``, plans in ``configs``.
 """

@@ -18,7 +18,7 @@ dropout may use keys as rows, so that weights and dS are in place for its other 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,40 +28,39 @@ from pytransformer.ops._problem.attention import AttentionProblem
 
 from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
 from .._launch import replayed
-from .blocks import tile_at, walk
-from .bounds import (
+from .args import Rows, at_tile, dense_strides, lower, rows
+from .configs import Launch, plan_backward
+from .mask import (
+    clipped,
     key_bounds,
+    key_mask,
     key_origin,
-    key_steps,
+    kv_tiles,
+    lists_of,
     query_bounds,
-    seen_keys,
+    segments_of,
     sequence,
     step_of_tile,
+    tile_at,
     tile_range,
+    visible,
+    visible_keys,
+    visible_rows,
+    walk,
 )
-from .diagonals import by_bucket, diagonal_sums, last_diagonals
-from .mask_lists import lists_of
-from .plan import Launch, plan_backward
-from .problem import Rows, at_tile, dense_strides, lower, rows
-from .row_stats import attention_backward_preprocess
+from .score_mod import distance, score_mod, softcap
+from .softmax import dropped, keep_mask, power, sink_of, softmax_step, with_sink
 from .tiles import (
     at_head,
     at_row_stats,
-    distance,
-    keep_mask,
-    key_mask,
     load_rows,
     of_queries,
-    power,
     query_tile,
-    scores,
-    segments_of,
     store_rows,
-    tile_dot,
-    visible,
-    visible_rows,
-    zero_of,
+    tile_of,
 )
+
+LARGE = tl.constexpr(1024.0)  # above this, a rounded lse loses digits of the log of the sum
 
 
 class BackwardStrides(NamedTuple):
@@ -87,6 +86,16 @@ class Saved(NamedTuple):
     log2_sum: torch.Tensor | None
 
 
+class QueryRows(NamedTuple):
+    """What backward loads of BM queries."""
+
+    q: Any  # [BM, BD]
+    do: Any  # [BM, BDV]
+    row_max: Any  # [BM]
+    log2_sum: Any
+    delta: Any
+
+
 class BiasGradient(NamedTuple):
     """Destination of a mask's or bias's gradient, and the extent that each element sums over."""
 
@@ -105,37 +114,39 @@ class BiasGradient(NamedTuple):
 
 
 @triton.jit
-def tile_gradients(
-    b_q,
-    b_k,
-    b_v,
-    b_do,
-    b_row_max,
-    b_log2_sum,
-    b_delta,
-    m_s,
-    i,
-    j,
-    i_b,
-    i_h,
-    offset,
-    seg_q,
-    seg_k,
-    p,
-    C: tl.constexpr,
-):
+def tile_dot(b_queries, b_keys, C: tl.constexpr):
+    """Return the tile of dot products of each query's row with each key's."""
+    if C.KEYS_FIRST:
+        b = dot(b_keys, tl.trans(b_queries), tile_of(0.0, tl.float32, C), C)
+    else:
+        b = dot(b_queries, tl.trans(b_keys), tile_of(0.0, tl.float32, C), C)
+    return b
+
+
+@triton.jit
+def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, p, C: tl.constexpr):
+    """Return (tile of scores, capped scores before any bias, visible mask)."""
+    capped = softcap(tile_dot(b_q, b_k, C) * p.score_scale, p, C)
+    b_s, m_s = score_mod(capped, m_s, i, j, i_b, i_h, offset, p, C)
+    return b_s, capped, m_s
+
+
+@triton.jit
+def tile_gradients(b_k, b_v, b_rows, m_s, i, j, i_b, i_h, offset, p, C: tl.constexpr):
     """Return the tiles of weights after dropout (unscaled), dS and dX, and the visible mask."""
-    b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
-    b_p = power(b_s - of_queries(b_row_max, C), C)
+    b_s, capped, m_s = scores(b_rows.q, b_k, m_s, i, j, i_b, i_h, offset, p, C)
+    b_p = power(b_s - of_queries(b_rows.row_max, C), C)
     if C.SPLIT_LSE:  # the sum is separate from the maximum
-        b_p = tl.exp2((b_s - of_queries(b_row_max, C)) * LOG2E - of_queries(b_log2_sum, C))
-    b_dp = tile_dot(b_do, b_v, C)
+        b_p = tl.exp2(
+            (b_s - of_queries(b_rows.row_max, C)) * LOG2E - of_queries(b_rows.log2_sum, C)
+        )
+    b_dp = tile_dot(b_rows.do, b_v, C)
     b_pd = b_p
     if C.DROPOUT:
         keep = keep_mask(i, j, i_b, i_h, p, C)
-        b_pd = tl.where(keep, b_p, zero_of(p))
-        b_dp = tl.where(keep, b_dp, zero_of(p))
-    b_ds = tl.where(m_s, b_p * (b_dp * p.keep_scale - of_queries(b_delta, C)), 0.0)
+        b_pd = dropped(b_p, keep, p)
+        b_dp = dropped(b_dp, keep, p)
+    b_ds = tl.where(m_s, b_p * (b_dp * p.keep_scale - of_queries(b_rows.delta, C)), 0.0)
     b_dx = b_ds
     if C.SOFTCAP:
         capped = capped / p.softcap
@@ -144,12 +155,10 @@ def tile_gradients(
 
 
 @triton.jit
-def load_query_tile(
+def load_query_rows(
     Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.constexpr, p, C: tl.constexpr
 ):
-    """Load query, d_out, row_max, log2_sum and delta of BM queries; rows without visible keys are
-    read as zero.
-    """
+    """Load what backward needs of BM queries; rows without visible keys are read as zero."""
     p_row = at_row_stats(row_q + i, i_b, i_h, p)
     b_row_max = tl.load(saved.row_max + p_row, mask=m_i, other=float("inf"))
     b_delta = tl.load(saved.delta + p_row, mask=m_i, other=0.0)
@@ -169,7 +178,81 @@ def load_query_tile(
         m_live = (b_row_max != float("inf"))[:, None]
         b_q = tl.where(m_live, b_q, 0.0).to(b_q.dtype)
         b_do = tl.where(m_live, b_do, 0.0).to(b_do.dtype)
-    return b_q, b_do, b_row_max, b_log2_sum, b_delta
+    return QueryRows(b_q, b_do, b_row_max, b_log2_sum, b_delta)
+
+
+# preprocess.
+
+
+@kernel
+def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, p, C: tl.constexpr):
+    """Write the row stats of BM queries, and their part of the sink's gradient: delta, each row's
+    maximum, and log2 of its sum if lse would lose it.
+    """
+    i_tile, _split, i_b, i_h = query_tile(p, C)
+    seq = sequence(p, i_b, C)
+    i = i_tile * C.BM + tl.arange(0, C.BM)
+    m_i = i < seq.num_q
+    p_row = at_row_stats(seq.row_q + i, i_b, i_h, p)
+    b_lse = tl.load(LSE + p_row, mask=m_i, other=float("-inf"))
+    m_q = m_i  # includes queries without visible keys
+    b_sink = float("-inf") if p.sinks is None else sink_of(i_h, p)
+    m_i = m_i & ((b_lse <= b_sink) == 0)
+    b_o = load_rows(
+        at_head(OUT, strides.o, i_b, i_h), strides.o, seq.row_q, i, m_i, True, C.DV, C.BDV
+    )
+    b_do = load_rows(
+        at_head(saved.do, strides.do, i_b, i_h), strides.do, seq.row_q, i, m_i, True, C.DV, C.BDV
+    )
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    if DLSE is not None:
+        b_delta -= tl.load(DLSE + p_row, mask=m_i, other=0.0)
+    b_row_max = b_lse * LOG2E if C.BASE2 else b_lse
+    if C.SPLIT_LSE:
+        b_log2_sum = tl.full([C.BM], 0.0, tl.float32)
+        if tl.max(tl.where(m_i, tl.abs(b_lse), 0.0), 0) > LARGE:
+            b_row_max, b_log2_sum = row_max_and_log2_sum(Q, K, i_tile, i_b, i_h, seq, strides, p, C)
+        tl.store(saved.log2_sum + p_row, b_log2_sum, mask=i < seq.num_q)
+    if DSINKS is not None:
+        unit = b_sink * LOG2E if C.BASE2 else b_sink
+        b_ds = -b_delta * power(unit - b_row_max, C)
+        if C.SPLIT_LSE:
+            b_ds *= tl.exp2(-b_log2_sum)
+        b_ds = tl.where(m_i, b_ds, 0.0)
+        if DLSE is not None:  # without visible keys the sink has weight 1
+            b_ds += tl.load(DLSE + p_row, mask=m_q & (b_lse == b_sink), other=0.0)
+        i_program = (i_b * p.heads + i_h).to(tl.int64) * (
+            (p.num_queries + C.BM - 1) // C.BM
+        ) + i_tile
+        tl.store(DSINKS + i_program, tl.where(b_sink == float("-inf"), 0.0, tl.sum(b_ds, 0)))
+    tl.store(saved.delta + p_row, b_delta, mask=i < seq.num_q)
+    tl.store(saved.row_max + p_row, tl.where(m_i, b_row_max, float("inf")), mask=i < seq.num_q)
+
+
+@triton.jit
+def row_max_and_log2_sum(Q, K, i_tile, i_b, i_h, seq, strides, p, C: tl.constexpr):
+    """Return each row's maximum score, and log2 of the sum: forward's loop without the values."""
+    i = i_tile * C.BM + tl.arange(0, C.BM)
+    bounds, m_i = key_bounds(i, seq, p, C)
+    run = kv_tiles(bounds, m_i, p, C)
+    b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, seq.row_q, i, m_i, True, C.D, C.BD)
+    seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+    K = at_head(K, strides.k, i_b, i_h // p.group)
+    b_m = tl.full([C.BM], float("-inf"), tl.float32)
+    b_l = tl.full([C.BM], 0.0, tl.float32)
+    steps = walk(clipped(run, run.first, run.last), i_b, i_h, i_tile, False, p, C)
+    for n in range(steps.starts[2], steps.ends[2]):
+        t, word = tile_at(n, steps, 0, False, p, C)
+        j = run.origin + t * C.BN + tl.arange(0, C.BN)
+        m_j = visible_keys(j, run.seen, i_b, i_h, p, C)
+        b_k = load_rows(K, strides.k, seq.row_k, j, m_j, True, C.D, C.BD)
+        seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+        m_s = visible(i, j, bounds, m_i, m_j, seg_q, seg_k, word, True, False, p, C)
+        b_s, _capped, _m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, seq.offset, p, C)
+        b_m, b_l, _alpha, _b_p = softmax_step(b_m, b_l, b_s, 1, C)
+    if p.sinks is not None:
+        b_m, b_l, _alpha = with_sink(b_m, b_l, i_h, p, C)
+    return b_m, tl.log2(tl.where(b_l == 0.0, 1.0, b_l))
 
 
 # dkdv.
@@ -183,70 +266,56 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
     i_bh = tl.program_id(0) // tiles
     i_b = i_bh // (p.heads // p.group)
     i_hk = i_bh % (p.heads // p.group)
-    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
+    seq = sequence(p, i_b, C)
     i_tile = tl.program_id(0) % tiles
     j = origin + i_tile * C.BN + tl.arange(0, C.BN)
-    bounds, m_j = query_bounds(j, num_q, num_k, offset, prefix, p, C)
-    first, whole, whole_end, last, start, end = tile_range(*bounds, m_j, 0, C.BM)
+    bounds, m_j = query_bounds(j, seq, p, C)
+    run = tile_range(*bounds, m_j, 0, C.BM)
     # b_k: [BN, BD]
-    b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, row_k, j, m_j, True, C.D, C.BD)
+    b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, seq.row_k, j, m_j, True, C.D, C.BD)
     # b_v: [BN, BDV]
-    b_v = load_rows(at_head(V, strides.v, i_b, i_hk), strides.v, row_k, j, m_j, True, C.DV, C.BDV)
+    b_v = load_rows(
+        at_head(V, strides.v, i_b, i_hk), strides.v, seq.row_k, j, m_j, True, C.DV, C.BDV
+    )
     seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
 
     b_dk = tl.full([C.BN, C.BD], 0.0, tl.float32)
     b_dv = tl.full([C.BN, C.BDV], 0.0, tl.float32)
+    FIRST: tl.constexpr = C.FIRST_QUERY_PART
     for g in range(p.group if C.GROUPED else 1):
         i_h = i_hk * p.group + g
         m_k = key_mask(j, i_b, i_h, m_j, p, C)
-        entry, rest, end_of_steps, _gap = walk(
-            i_b, i_h, i_tile, first, whole_end, last, 0, True, p, C
-        )
+        steps = walk(run, i_b, i_h, i_tile, True, p, C)
         # partial tiles at the lower bounds, full tiles, partial tiles at the upper bounds
-        for PART in tl.static_range(3):
-            if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.CAUSAL or C.RIGHT)):
-                from_step = first if PART == 0 else (whole if PART == 1 else rest)
-                to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
-                for n in range(from_step, to_step):
-                    t, word = tile_at(n, entry, 0, i_tile, True, p, C)
-                    i = t * C.BM + tl.arange(0, C.BM)
-                    m_i = (i >= start) & (i < end)
-                    b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
-                        Q, saved, strides, i, i_b, i_h, row_q, m_i, PART != 1, p, C
-                    )
-                    m_s = visible(i, j, bounds, m_i, m_k, word, PART != 1, True, p, C)
-                    seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-                    b_pd, _b_ds, b_dx, _m_s = tile_gradients(
-                        b_q,
-                        b_k,
-                        b_v,
-                        b_do,
-                        b_row_max,
-                        b_log2_sum,
-                        b_delta,
-                        m_s,
-                        i,
-                        j,
-                        i_b,
-                        i_h,
-                        offset,
-                        seg_q,
-                        seg_k,
-                        p,
-                        C,
-                    )
-                    b_dv = dot(by_keys(narrow(b_pd, b_do.dtype), C), b_do, b_dv, C)
-                    b_dk = dot(by_keys(narrow(b_dx, b_q.dtype), C), b_q, b_dk, C)
+        for PART in tl.static_range(FIRST, 3):
+            for n in range(steps.starts[PART], steps.ends[PART]):
+                t, word = tile_at(n, steps, i_tile, True, p, C)
+                i = t * C.BM + tl.arange(0, C.BM)
+                m_i = (i >= run.seen[0]) & (i < run.seen[1])
+                b_rows = load_query_rows(
+                    Q, saved, strides, i, i_b, i_h, seq.row_q, m_i, PART != 1, p, C
+                )
+                seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+                m_s = visible(i, j, bounds, m_i, m_k, seg_q, seg_k, word, PART != 1, True, p, C)
+                b_pd, _b_ds, b_dx, _m_s = tile_gradients(
+                    b_k, b_v, b_rows, m_s, i, j, i_b, i_h, seq.offset, p, C
+                )
+                b_dv = dot(by_keys(narrow(b_pd, b_rows.do.dtype), C), b_rows.do, b_dv, C)
+                b_dk = dot(by_keys(narrow(b_dx, b_rows.q.dtype), C), b_rows.q, b_dk, C)
 
     # Zero keys that no query sees: such a key may be in a full tile, with sums that are not its
     # own.
     b_dk = tl.where(m_j[:, None], b_dk * p.scale, 0.0)
     b_dv = tl.where(m_j[:, None], b_dv * p.keep_scale, 0.0)
-    m_j = (j >= 0) & (j < (num_k if p.cu_keys is not None else p.num_keys))
+    m_j = (j >= 0) & (j < (seq.num_k if p.cu_keys is not None else p.num_keys))
     if DK is not None:
-        store_rows(at_head(DK, strides.dk, i_b, i_hk), strides.dk, row_k, j, m_j, b_dk, C.D, C.BD)
+        store_rows(
+            at_head(DK, strides.dk, i_b, i_hk), strides.dk, seq.row_k, j, m_j, b_dk, C.D, C.BD
+        )
     if DV is not None:
-        store_rows(at_head(DV, strides.dv, i_b, i_hk), strides.dv, row_k, j, m_j, b_dv, C.DV, C.BDV)
+        store_rows(
+            at_head(DV, strides.dv, i_b, i_hk), strides.dv, seq.row_k, j, m_j, b_dv, C.DV, C.BDV
+        )
 
 
 @triton.jit
@@ -265,85 +334,108 @@ def by_keys(tile, C: tl.constexpr):
 @kernel
 def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl.constexpr):
     """Compute d_query of BM queries, and their partial gradients of slopes and the T5 table."""
-    i_tile, i_b, i_h = query_tile(p, C)
-    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
+    i_tile, _split, i_b, i_h = query_tile(p, C)
+    seq = sequence(p, i_b, C)
     K = at_head(K, strides.k, i_b, i_h // p.group)
     V = at_head(V, strides.v, i_b, i_h // p.group)
     i = i_tile * C.BM + tl.arange(0, C.BM)
-    bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
-    origin = key_origin(p, C)
-    first, whole, whole_end, last, seen, gap = key_steps(bounds, m_i, origin, C)
-    b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
-        Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C
-    )
+    bounds, m_i = key_bounds(i, seq, p, C)
+    run = kv_tiles(bounds, m_i, p, C)
+    b_rows = load_query_rows(Q, saved, strides, i, i_b, i_h, seq.row_q, m_i, True, p, C)
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-    entry, rest, end_of_steps, gap = walk(
-        i_b, i_h, i_tile, first, whole_end, last, gap, False, p, C
-    )
+    steps = walk(run, i_b, i_h, i_tile, False, p, C)
 
     b_dq = tl.full([C.BM, C.BD], 0.0, tl.float32)
     b_slope = tl.full([C.BM], 0.0, tl.float32)
     if DTABLE is not None:
         b_table = tl.full([C.BUCKETS], 0.0, tl.float32)
         before = tl.full([C.BM, C.BN], 0.0, tl.float32)  # dS of the previous tile
-        left = last - 1  # index of the previous tile; finally of the last
-    for PART in tl.static_range(3):
-        if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.LEFT or not C.ALIGNED)):
-            from_step = first if PART == 0 else (whole if PART == 1 else rest)
-            to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
-            for n in range(from_step, to_step):
-                t, word = tile_at(n, entry, gap, 0, False, p, C)
-                j = origin + t * C.BN + tl.arange(0, C.BN)
-                m_j = key_mask(j, i_b, i_h, seen_keys(j, seen, C), p, C)
-                b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)
-                b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
-                m_s = visible(i, j, bounds, m_i, m_j, word, PART != 1, False, p, C)
-                seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                _b_pd, b_ds, b_dx, m_s = tile_gradients(
-                    b_q,
-                    b_k,
-                    b_v,
-                    b_do,
-                    b_row_max,
-                    b_log2_sum,
-                    b_delta,
-                    m_s,
-                    i,
-                    j,
-                    i_b,
-                    i_h,
-                    offset,
-                    seg_q,
-                    seg_k,
-                    p,
-                    C,
-                )
-                b_dq = dot(narrow(b_dx, b_k.dtype), visible_rows(b_k, m_s, p, C), b_dq, C)
-                if DSLOPES is not None:
-                    b_slope -= tl.sum(b_ds * distance(i, j, offset, C), 1)
-                if DTABLE is not None:
-                    if C.BLOCK_KEYS or C.GAP:
-                        if t != left + 1:  # not adjacent
-                            b_table += last_diagonals(before, i, left, offset, origin, p, C)
-                            before = tl.full([C.BM, C.BN], 0.0, tl.float32)
-                        left = t
-                    b_table += by_bucket(
-                        diagonal_sums(before, b_ds, C), -C.BN, i, j, offset, p.diagonals, C
-                    )
-                    before = b_ds
+        left = run.last - 1  # index of the previous tile; finally of the last
+    FIRST: tl.constexpr = C.FIRST_PART
+    for PART in tl.static_range(FIRST, 3):
+        for n in range(steps.starts[PART], steps.ends[PART]):
+            t, word = tile_at(n, steps, 0, False, p, C)
+            j = run.origin + t * C.BN + tl.arange(0, C.BN)
+            m_j = visible_keys(j, run.seen, i_b, i_h, p, C)
+            b_k = load_rows(K, strides.k, seq.row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)
+            b_v = load_rows(V, strides.v, seq.row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
+            seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+            m_s = visible(i, j, bounds, m_i, m_j, seg_q, seg_k, word, PART != 1, False, p, C)
+            _b_pd, b_ds, b_dx, m_s = tile_gradients(
+                b_k, b_v, b_rows, m_s, i, j, i_b, i_h, seq.offset, p, C
+            )
+            b_dq = dot(narrow(b_dx, b_k.dtype), visible_rows(b_k, m_s, p, C), b_dq, C)
+            if DSLOPES is not None:
+                b_slope -= tl.sum(b_ds * distance(i, j, seq.offset, C), 1)
+            if DTABLE is not None:
+                if C.BLOCK_KEYS or C.GAP:
+                    if t != left + 1:  # not adjacent
+                        b_table += last_diagonals(before, i, left, seq.offset, run.origin, p, C)
+                        before = tl.full([C.BM, C.BN], 0.0, tl.float32)
+                    left = t
+                sums = diagonal_sums(before, b_ds, C)
+                b_table += by_bucket(sums, -C.BN, i, j, seq.offset, p.diagonals, C)
+                before = b_ds
 
     i_program = (i_b * p.heads + i_h).to(tl.int64) * ((p.num_queries + C.BM - 1) // C.BM) + i_tile
     if DSLOPES is not None:
         tl.store(DSLOPES + i_program, tl.sum(b_slope, 0))
     if DTABLE is not None:
-        if last > first:
-            b_table += last_diagonals(before, i, left, offset, origin, p, C)
+        if run.last > run.first:
+            b_table += last_diagonals(before, i, left, seq.offset, run.origin, p, C)
         tl.store(DTABLE + i_program * C.BUCKETS + tl.arange(0, C.BUCKETS), b_table)
     if DQ is not None:
-        m_i = i < (num_q if p.cu_queries is not None else p.num_queries)
+        m_i = i < (seq.num_q if p.cu_queries is not None else p.num_queries)
         store_rows(
-            at_head(DQ, strides.dq, i_b, i_h), strides.dq, row_q, i, m_i, b_dq * p.scale, C.D, C.BD
+            at_head(DQ, strides.dq, i_b, i_h),
+            strides.dq,
+            seq.row_q,
+            i,
+            m_i,
+            b_dq * p.scale,
+            C.D,
+            C.BD,
         )
+
+
+# The gradient of T5's table from tiles of dS: sums along diagonals, added per bucket of their
+# distance. A gather skews a row of tiles, so that diagonals become columns. A diagonal crosses two
+# adjacent tiles, so each tile is summed with the one to its left; a tile of zeros completes the
+# diagonals that start in a run's last tile.
+
+
+@triton.jit
+def diagonal_sums(before, b_ds, C: tl.constexpr):
+    """Return [BN]: sums of dS along the diagonals d0 - BN + c of this row of tiles, with one skew
+    and one column sum.
+
+    d0 is the diagonal of the first element of the tile b_ds; ``before`` is the tile to its left.
+    """
+    tl.static_assert(C.BM <= C.BN)
+    r = tl.arange(0, C.BM)[:, None]
+    c = tl.arange(0, C.BN)[None, :]
+    return tl.sum(tl.gather(tl.where(c >= r, before, b_ds), (r + c) % C.BN, 1), 0)
+
+
+@triton.jit
+def last_diagonals(before, i, left, offset, origin, p, C: tl.constexpr):
+    """Return [BUCKETS]: the sums that a tile to the right of the tile ``left`` would complete."""
+    j = origin + left * C.BN + tl.arange(0, C.BN)
+    nothing = tl.full([C.BM, C.BN], 0.0, tl.float32)
+    return by_bucket(diagonal_sums(before, nothing, C), 0, i, j, offset, p.diagonals, C)
+
+
+@triton.jit
+def by_bucket(sums, step, i, j, offset, diagonals, C: tl.constexpr):
+    """Return [BUCKETS]: the sums of the diagonals from the tile's first one plus step on, added per
+    bucket.
+    """
+    d = tl.min(j, 0) - tl.min(i, 0) - offset + step
+    d = tl.minimum(tl.maximum(d, diagonals.d_min), diagonals.d_max)
+    bucket = tl.load(diagonals.bucket + diagonals.zero + d + tl.arange(0, C.BN))
+    return tl.sum(
+        tl.where(bucket[:, None] == tl.arange(0, C.BUCKETS)[None, :], sums[:, None], 0.0), 0
+    )
 
 
 # dbias.
@@ -367,50 +459,30 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
     b_sum = tl.full([C.BM, C.BN], 0.0, tl.float32)
     for b in range(grad.batches):
         i_b = i_batch + b
-        row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
+        seq = sequence(p, i_b, C)
         for h in range(grad.heads):
             i_h = i_head + h
             K_head = at_head(K, strides.k, i_b, i_h // p.group)
             V_head = at_head(V, strides.v, i_b, i_h // p.group)
             for i_tile in range(i_query, i_query + grad.query_tiles):
                 i = i_tile * C.BM + tl.arange(0, C.BM)
-                bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
-                first, _whole, _whole_end, last, seen, gap = key_steps(bounds, m_i, origin, C)
-                b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
-                    Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C
-                )
+                bounds, m_i = key_bounds(i, seq, p, C)
+                run = kv_tiles(bounds, m_i, p, C)
+                b_rows = load_query_rows(Q, saved, strides, i, i_b, i_h, seq.row_q, m_i, True, p, C)
                 seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-                first = tl.maximum(first, step_of_tile(i_key, gap, C))
-                last = tl.minimum(last, step_of_tile(i_key + grad.key_tiles, gap, C))
-                entry, from_step, to_step, gap = walk(
-                    i_b, i_h, i_tile, first, first, last, gap, False, p, C
-                )
-                for n in range(from_step, to_step):
-                    t, word = tile_at(n, entry, gap, 0, False, p, C)
+                first = step_of_tile(i_key, run.gap, C)
+                run = clipped(run, first, step_of_tile(i_key + grad.key_tiles, run.gap, C))
+                steps = walk(run, i_b, i_h, i_tile, False, p, C)
+                for n in range(steps.starts[2], steps.ends[2]):
+                    t, word = tile_at(n, steps, 0, False, p, C)
                     j = origin + t * C.BN + tl.arange(0, C.BN)
-                    m_j = key_mask(j, i_b, i_h, seen_keys(j, seen, C), p, C)
-                    b_k = load_rows(K_head, strides.k, row_k, j, m_j, True, C.D, C.BD)
-                    b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
-                    m_s = visible(i, j, bounds, m_i, m_j, word, True, False, p, C)
+                    m_j = visible_keys(j, run.seen, i_b, i_h, p, C)
+                    b_k = load_rows(K_head, strides.k, seq.row_k, j, m_j, True, C.D, C.BD)
+                    b_v = load_rows(V_head, strides.v, seq.row_k, j, m_j, True, C.DV, C.BDV)
                     seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+                    m_s = visible(i, j, bounds, m_i, m_j, seg_q, seg_k, word, True, False, p, C)
                     _b_pd, b_ds, _b_dx, _m_s = tile_gradients(
-                        b_q,
-                        b_k,
-                        b_v,
-                        b_do,
-                        b_row_max,
-                        b_log2_sum,
-                        b_delta,
-                        m_s,
-                        i,
-                        j,
-                        i_b,
-                        i_h,
-                        offset,
-                        seg_q,
-                        seg_k,
-                        p,
-                        C,
+                        b_k, b_v, b_rows, m_s, i, j, i_b, i_h, seq.offset, p, C
                     )
                     b_sum += b_ds
 

@@ -9,129 +9,120 @@ Grid: one flat dimension over batch, query heads and Q tiles. Scores, sums and o
 stay in registers; weights are rounded to value's dtype for the gemm. A row without visible keys has
 l = 0 and gives 0 and -inf.
 
-Decode uses this kernel with C.PACK_GQA: a tile's rows are the queries of all heads that share a key
-head, so keys and values are read once. Long keys are split over programs, which write partial m, l
-and o; ``attention_combine`` merges them. See decode.py.
+Decode, few queries over many keys, uses this kernel with C.PACK_GQA: a tile's rows are the queries
+of all heads that share a key head, so keys and values are read once. Long keys are split over
+programs (split KV), which write partial m, l and o; ``attention_combine`` merges them:
+
+    m = max_s m_s;  l = sum_s l_s e^(m_s - m);  o = sum_s o_s e^(m_s - m)    over splits s
+
+A sequence is decoded if its rows, queries times the heads that share a key head, are at most
+``max_rows``. Its visible keys are divided into equal runs of at least ``min_tiles`` tiles, at most
+``max_splits`` runs. Both depend only on the sequence's lengths (configs.py), so a sequence gives
+the same bits in any batch. If the host does not know all lengths, both forms are launched, and each
+skips the other's sequences.
+
+Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import triton
 import triton.language as tl
 
 from pytransformer.ops._problem.attention import AttentionProblem
 
-from .._lang import kernel, launch
+from .._lang import LN2, dot, kernel, launch, narrow
 from .._launch import numbers, replayed
-from .blocks import tile_at, walk
-from .bounds import key_bounds, key_origin, key_steps, seen_keys, sequence
-from .decode import (
-    alloc_partials,
-    attention_combine,
-    kv_range,
-    owned_queries,
-    packed_tile,
-    partial_row,
+from .args import ForwardStrides, Kind, at_tile, lower, rows
+from .configs import ForwardPlan, plan_forward
+from .mask import (
+    Range,
+    key_bounds,
+    kv_tiles,
+    lists_of,
+    segments_of,
+    sequence,
+    tile_at,
+    visible,
+    visible_keys,
+    visible_rows,
+    walk,
 )
-from .mask_lists import lists_of
-from .plan import plan_forward
-from .problem import ForwardStrides, at_tile, lower, rows
+from .score_mod import score_mod, softcap
+from .softmax import above_sink, dropped, keep_mask, sink_of, softmax_step, with_sink
 from .tiles import (
     at_head,
     at_key_head,
+    at_row_stats,
     column,
-    finish,
-    keep_mask,
-    key_mask,
-    key_pointers,
-    load_at,
-    load_rows,
+    load_keys,
+    load_queries,
+    load_scales,
     pages_of,
-    power,
     query_tile,
-    scales_at,
-    scores,
-    segments_of,
+    store_rows,
     tile_rows,
-    visible,
-    visible_rows,
-    weighted_sum,
     widened,
-    zero_of,
 )
+
+
+class Partials(NamedTuple):
+    """Partials of each split of the keys: float32, rows (sequence, key head, split, row)."""
+
+    m: torch.Tensor
+    l: torch.Tensor
+    o: torch.Tensor  # (rows, BDV)
 
 
 @kernel
 def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
-    if C.PACK_GQA:
-        i_tile, i_split, i_b, i_head = packed_tile(p, C)
-    else:
-        i_tile, i_b, i_head = query_tile(p, C)
-    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
-    num_q = owned_queries(num_q, p, C)
-    i, i_h = tile_rows(i_tile, i_head, p, C)
-    bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
-    origin = key_origin(p, C)
-    first, whole, whole_end, last, seen, gap = key_steps(bounds, m_i, origin, C)
+    i_tile, i_split, i_b, i_head = query_tile(p, C)
+    seq = sequence(p, i_b, C)
+    i, i_h = tile_rows(i_tile, i_head, p, C)  # [BM]
+    bounds, m_i = key_bounds(i, seq, p, C)  # [BM]
+    run = kv_tiles(bounds, m_i, p, C)
     if C.SPLIT_KV:
-        first, last = kv_range(first, last, i_split, num_q, num_k, p, C)
-        whole = tl.minimum(tl.maximum(whole, first), last)
-        whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
-    entry, rest, end_of_steps, gap = walk(
-        i_b, i_head, i_tile, first, whole_end, last, gap, False, p, C
-    )
-    K = at_key_head(K, strides.k, i_b, i_head // p.group, C)
-    V = at_key_head(V, strides.v, i_b, i_head // p.group, C)
-    # b_q: [BM, BD]
-    b_q = load_rows(
-        at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD
-    )
+        run = kv_range(run, i_split, seq, p, C)
+    steps = walk(run, i_b, i_head, i_tile, False, p, C)
+    i_hk = i_head // p.group
+    K = at_key_head(K, strides.k, i_b, i_hk, C)
+    V = at_key_head(V, strides.v, i_b, i_hk, C)
+    b_q = load_queries(Q, strides.q, i_b, i_h, seq.row_q, i, m_i, C)  # [BM, BD]
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
     b_l = tl.full([C.BM], 0.0, tl.float32)
     b_o = tl.full([C.BM, C.BDV], 0.0, tl.float32)
     # partial tiles at the lower bounds, full tiles, partial tiles at the upper bounds
-    for PART in tl.static_range(3):
-        if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.LEFT or not C.ALIGNED)):
-            from_step = first if PART == 0 else (whole if PART == 1 else rest)
-            to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
-            for n in range(from_step, to_step):
-                t, word = tile_at(n, entry, gap, 0, False, p, C)
-                j = origin + t * C.BN + tl.arange(0, C.BN)
-                m_j = key_mask(j, i_b, i_head, seen_keys(j, seen, C), p, C)
-                page = pages_of(j, m_j, i_b, p, C)
-                p_k = key_pointers(K, strides.k, row_k, j, page, C.BD, C)
-                b_k = load_at(p_k, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
-                m_s = visible(i, j, bounds, m_i, m_j, word, PART != 1, False, p, C)
-                seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                k_scale = None
-                if C.EIGHT_BITS:
-                    k_scale = scales_at(
-                        p.scales.key, p.scales.of_key, i_b, i_head // p.group, j, page, m_j, C
-                    )
-                b_k = widened(b_k, b_q.dtype, C)
-                b_s, _capped, m_s = scores(
-                    b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C, k_scale
-                )
+    FIRST: tl.constexpr = C.FIRST_PART
+    for PART in tl.static_range(FIRST, 3):
+        for n in range(steps.starts[PART], steps.ends[PART]):
+            t, word = tile_at(n, steps, 0, False, p, C)
+            j = run.origin + t * C.BN + tl.arange(0, C.BN)  # [BN]
+            m_j = visible_keys(j, run.seen, i_b, i_head, p, C)
+            page = pages_of(j, m_j, i_b, p, C)
+            # b_k: [BN, BD], m_s: [BM, BN]
+            b_k = load_keys(K, strides.k, seq.row_k, j, m_j, page, PART != 1, C.D, C.BD, C)
+            seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+            m_s = visible(i, j, bounds, m_i, m_j, seg_q, seg_k, word, PART != 1, False, p, C)
+            k_scale = load_scales(False, i_b, i_hk, j, page, m_j, p, C)
 
-                b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
-                safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)
-                b_p = power(b_s - safe[:, None], C)  # [BM, BN]
-                alpha = power(b_m - safe, C)
-                b_m = b_row_max
-                b_l = b_l * alpha + tl.sum(b_p, 1)
-                p_v = key_pointers(V, strides.v, row_k, j, page, C.BDV, C)
-                b_v = load_at(p_v, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
-                if C.DROPOUT:
-                    b_p = tl.where(keep_mask(i, j, i_b, i_h, p, C), b_p, zero_of(p))
-                if C.EIGHT_BITS:
-                    v_scale = scales_at(
-                        p.scales.value, p.scales.of_value, i_b, i_head // p.group, j, page, m_j, C
-                    )
-                    b_p = b_p * tl.trans(visible_rows(v_scale[:, None], m_s, p, C))
-                b_v = visible_rows(b_v, m_s, p, C)
-                b_o = weighted_sum(b_p, b_v, b_o * alpha[:, None], b_q.dtype, C)
+            # b_s: [BM, BN], -inf where hidden
+            b_s = dot(b_q, tl.trans(widened(b_k, b_q.dtype, C)), None, C) * p.score_scale
+            if C.EIGHT_BITS:
+                b_s = b_s * k_scale[None, :]
+            b_s, m_s = score_mod(softcap(b_s, p, C), m_s, i, j, i_b, i_h, seq.offset, p, C)
+            b_m, b_l, alpha, b_p = softmax_step(b_m, b_l, b_s, 1, C)  # b_p: [BM, BN]
+
+            # b_v: [BN, BDV]
+            b_v = load_keys(V, strides.v, seq.row_k, j, m_j, page, PART != 1, C.DV, C.BDV, C)
+            if C.DROPOUT:
+                b_p = dropped(b_p, keep_mask(i, j, i_b, i_h, p, C), p)
+            v_scale = load_scales(True, i_b, i_hk, j, page, m_j, p, C)
+            b_o = add_values(b_o, alpha, b_p, b_v, v_scale, m_s, b_q.dtype, p, C)
 
     b_l = tl.where(m_i, b_l, 0.0)
     if C.SPLIT_KV:
@@ -140,7 +131,130 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
         tl.store(partials.l + row, b_l)
         tl.store(partials.o + row[:, None] * C.BDV + tl.arange(0, C.BDV)[None, :], b_o)
     else:
-        finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C)
+        finish(OUT, LSE, strides, seq, i, i_b, i_h, b_m, b_l, b_o, p, C)
+
+
+@kernel
+def attention_combine(
+    OUT, LSE, partials, strides, p, C: tl.constexpr, BM: tl.constexpr, MAX_SPLITS: tl.constexpr
+):
+    """Merge the splits of one row of a decoded sequence, in an order that does not depend on the
+    rest of the batch.
+    """
+    i_bh = tl.program_id(0) // p.split_kv.rows
+    i_row = tl.program_id(0) % p.split_kv.rows
+    heads = p.heads // p.group
+    i_b = i_bh // heads
+    i_head = i_bh % heads * p.group
+    seq = sequence(p, i_b, C)
+    i, i_h = tile_rows(i_row, i_head, p, C)  # [1]
+
+    s = tl.arange(0, MAX_SPLITS)
+    row = partial_row(i_b, i_head, s, p, BM) + i_row  # [MAX_SPLITS]
+    m_s = s < p.split_kv.splits
+    b_m = tl.load(partials.m + row, mask=m_s, other=float("-inf"))
+    # Each split's maximum is a score of weight e^(m_s - m).
+    row_max, _sum, _alpha, b_p = softmax_step(float("-inf"), 0.0, b_m, 0, C)  # b_p: [MAX_SPLITS]
+    b_l = tl.sum(tl.load(partials.l + row, mask=m_s, other=0.0) * b_p, 0)
+    p_o = partials.o + row[:, None] * C.BDV + tl.arange(0, C.BDV)[None, :]
+    b_o = tl.sum(tl.load(p_o, mask=m_s[:, None], other=0.0) * b_p[:, None], 0)  # [BDV]
+    one = tl.full([1], 1.0, tl.float32)
+    row_max, b_l, b_o = one * row_max, one * b_l, one[:, None] * b_o[None, :]
+    finish(OUT, LSE, strides, seq, i, i_b, i_h, row_max, b_l, b_o, p, C)
+
+
+@triton.jit
+def add_values(b_o, alpha, b_p, b_v, v_scale, m_s, dtype: tl.constexpr, p, C: tl.constexpr):
+    """Return alpha * b_o + b_p @ b_v for float32 weights.
+
+    A weight times an eight-bit scale may be too small for float16, so it is split into two
+    bfloat16, which hold 16 of its bits.
+    """
+    if C.EIGHT_BITS:
+        b_p = b_p * tl.trans(visible_rows(v_scale[:, None], m_s, p, C))
+    b_v = visible_rows(b_v, m_s, p, C)
+    acc = b_o * alpha[:, None]
+    if C.EIGHT_BITS and dtype == tl.float16:
+        b_v = widened(b_v, tl.bfloat16, C)
+        high = narrow(b_p, tl.bfloat16)
+        acc = dot(high, b_v, acc, C)
+        acc = dot(narrow(b_p - high.to(tl.float32), tl.bfloat16), b_v, acc, C)
+    else:
+        b_v = widened(b_v, dtype, C)
+        acc = dot(narrow(b_p, b_v.dtype), b_v, acc, C)
+    return acc
+
+
+@triton.jit
+def finish(OUT, LSE, strides, seq, i, i_b, i_h, b_m, b_l, b_o, p, C: tl.constexpr):
+    """Write out and lse from each row's maximum, sum (0 without visible keys) and unnormalized
+    output.
+    """
+    dead = b_l == 0.0
+    b_scale = p.keep_scale
+    if p.sinks is not None:
+        b_m, b_l, alpha = with_sink(b_m, b_l, i_h, p, C)
+        b_scale = alpha * p.keep_scale
+    b_l = tl.where(dead, 1.0, b_l)
+    b_lse = (b_m * LN2 if C.BASE2 else b_m) + tl.log2(b_l) * LN2
+    if p.sinks is None:
+        b_lse = tl.where(dead, float("-inf"), b_lse)
+    else:
+        b_sink = sink_of(i_h, p)
+        b_lse = tl.maximum(b_lse, above_sink(b_sink), propagate_nan=tl.PropagateNan.ALL)
+        b_lse = tl.where(dead, tl.where(i < seq.num_q, b_sink, float("-inf")), b_lse)
+    b_o = tl.where(dead[:, None], 0.0, b_o * (b_scale / b_l)[:, None])
+    m_i = i < (
+        seq.num_q if p.cu_queries is not None or (C.PACK_GQA and C.DECODE_APART) else p.num_queries
+    )
+    store_rows(
+        at_head(OUT, strides.o, i_b, column(i_h, C)), strides.o, seq.row_q, i, m_i, b_o, C.DV, C.BDV
+    )
+    tl.store(at_row_stats(LSE, i_b, i_h, p) + seq.row_q + i, b_lse, mask=m_i)
+
+
+# Split KV.
+
+
+@triton.jit
+def kv_range(run, i_split, seq, p, C: tl.constexpr):
+    """Return one split's range of KV tiles.
+
+    The tiles per split depend on the keys that the sequence's queries can see.
+    """
+    span = seq.num_k
+    if C.LEFT and (C.RIGHT or (C.CAUSAL and p.prefix_lengths is None)):
+        right = 0 if C.CAUSAL and p.prefix_lengths is None else p.right
+        span = p.left + right + 1 + seq.num_q
+        if C.GLOBAL:  # two runs of tiles, each partial at both ends
+            span += p.global_keys + 2 * C.BN
+        span = tl.minimum(seq.num_k, span)
+    tiles = (span + C.BN - 1) // C.BN + 1
+    tiles = tl.maximum(
+        p.split_kv.min_tiles, (tiles + p.split_kv.max_splits - 1) // p.split_kv.max_splits
+    )
+    first = tl.minimum(run.first + i_split * tiles, run.last)
+    last = tl.minimum(first + tiles, run.last)
+    full = tl.minimum(tl.maximum(run.full, first), last)
+    full_end = tl.minimum(tl.maximum(run.full_end, full), last)
+    return Range(first, full, full_end, last, run.origin, run.seen, run.gap)
+
+
+@triton.jit
+def partial_row(i_b, i_head, i_split, p, BM: tl.constexpr):
+    """Return the index of a split's first row."""
+    i_bh = (i_b * (p.heads // p.group) + i_head // p.group).to(tl.int64)
+    return (i_bh * p.split_kv.splits + i_split) * ((p.split_kv.rows + BM - 1) // BM * BM)
+
+
+def alloc_partials(plan: ForwardPlan, kind: Kind, device: torch.device) -> Partials:
+    """Allocate the splits' partials."""
+    rows = plan.partial_rows
+    m, l = torch.empty((2, rows), dtype=torch.float32, device=device)
+    return Partials(m, l, torch.empty((rows, kind.BDV), dtype=torch.float32, device=device))
+
+
+# Launches.
 
 
 @replayed

@@ -19,7 +19,7 @@ from pytransformer.reference.philox import TAG_FEED_FORWARD, keep_scale, thresho
 
 from .. import tuned
 from .._lang import LOG2E, dot, from_start, keep_tile, precision, steps_of
-from ..attention import problem
+from ..attention import configs as attention_configs
 from .configs import Config, config
 
 TAG = tl.constexpr(TAG_FEED_FORWARD)
@@ -74,7 +74,9 @@ class Kind:
 def choose(kernel: str, a: Any, rows: int) -> Config:
     gated = " gated" if kernel == "hidden" and a.gate_weight is not None else ""
     table = tuned.table("feed_forward", a.x.device)
-    return config(kernel + gated, problem.capability(a.x.device), rows, a.x.element_size(), table)
+    return config(
+        kernel + gated, attention_configs.capability(a.x.device), rows, a.x.element_size(), table
+    )
 
 
 def describe(a: Any, tile: Config, K: int, *, fused: bool) -> tuple[Dropout, Kind]:

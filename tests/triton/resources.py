@@ -29,7 +29,6 @@ from triton.backends.compiler import GPUTarget
 from pytransformer import BlockMask
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention import configs as attention_tiles
-from pytransformer.kernels.attention import problem
 from pytransformer.kernels.feed_forward import configs as network_tiles
 from pytransformer.kernels.feed_forward import tiles as network
 from pytransformer.kernels.layer_norm import configs as norm_tiles
@@ -406,7 +405,7 @@ def compiled(capability: int, run: Callable[[], Any], only: str = "") -> Iterato
             )
 
     triton.runtime.driver.set_active(Driver(capability))
-    problem.capability = lambda device: capability
+    attention_tiles.capability = lambda device: capability
     with _lang.observed(observe):
         run()
     yield from kernels
@@ -498,7 +497,7 @@ def unused() -> list[str]:
         seen.add((kernel, network_tiles.rows_class(rows), itemsize))
         return looked_up[1](kernel, capability, rows, itemsize, *options)
 
-    problem.config, network.config, problem.capability = (
+    attention_tiles.config, network.config, attention_tiles.capability = (
         attention_config,
         network_config,
         lambda device: 90,
@@ -506,7 +505,7 @@ def unused() -> list[str]:
     with _lang.observed(lambda *launch: None):
         for _, run, _ in problems():
             run()
-    problem.config, network.config = looked_up
+    attention_tiles.config, network.config = looked_up
     tables = {2: attention_tiles.SIXTEEN_BIT, 4: attention_tiles.THIRTY_TWO_BIT}
     expected = {
         (name, size, itemsize)

@@ -66,7 +66,7 @@ def test_slices_equal_the_full_call(packed: bool) -> None:
 )
 def test_ignored_starts_are_detected(line: str, fault: str, tmp_path: Path) -> None:
     with (
-        mutated("attention", "tiles.py", line, fault, tmp_path),
+        mutated("attention", "softmax.py", line, fault, tmp_path),
         pytest.raises(AssertionError, match="result 0 of sequences"),
     ):
         check_slices("triton")
@@ -104,65 +104,70 @@ def test_unsupported_arguments_give_a_reason() -> None:
 # Faults of other kernels, each in a line of ours: (file, line, replacement), and the problem that
 # detects it.
 MUTANTS = {
-    "diagonal_hidden": ("bounds.py", "below = i + offset + 1", "below = i + offset", "causal"),
+    "diagonal_hidden": (
+        "mask.py",
+        "below = i + seq.offset + 1",
+        "below = i + seq.offset",
+        "causal",
+    ),
     "window_one_short": (
-        "bounds.py",
-        "i + offset + p.right + 1)",
-        "i + offset + p.right)",
+        "mask.py",
+        "i + seq.offset + p.right + 1)",
+        "i + seq.offset + p.right)",
         "window",
     ),
     "bounds_of_keys_exchanged": (
-        "bounds.py",
-        "j - offset + p.left + 1",
-        "j - offset + p.right + 1",
+        "mask.py",
+        "j - seq.offset + p.left + 1",
+        "j - seq.offset + p.right + 1",
         "window",
     ),
     "distance_without_the_offset": (
-        "tiles.py",
+        "score_mod.py",
         "of_keys(j - offset, C) - of_queries(i, C)).to",
         "of_keys(j, C) - of_queries(i, C)).to",
         "alibi",
     ),
     "dropout_of_the_next_group": (
-        "tiles.py",
+        "softmax.py",
         "j0 = tl.min(j, 0) + p.key_start",
         "j0 = tl.min(j, 0) + p.key_start + 32",
         "dropout_p",
     ),
-    "sum_not_rescaled": ("fwd.py", "b_l = b_l * alpha + ", "b_l = b_l + ", "scale"),
+    "sum_not_rescaled": ("softmax.py", "b_l * alpha + tl.sum(", "b_l + tl.sum(", "scale"),
     "lse_of_another_gradient": (
-        "row_stats.py",
+        "bwd.py",
         "b_delta -= tl.load(DLSE",
         "b_delta -= 0.0 * tl.load(DLSE",
         "return_lse",
     ),
     "softcap_without_slope": ("bwd.py", "b_ds * (1.0 - capped * capped)", "b_ds", "softcap"),
     "sinks_gradient_sign": (
-        "row_stats.py",
+        "bwd.py",
         "b_ds = -b_delta * power(",
         "b_ds = b_delta * power(",
         "sinks",
     ),
     "sinks_of_the_first_head": (
-        "tiles.py",
+        "softmax.py",
         "tl.load(p.sinks + i_h)",
         "tl.load(p.sinks + i_h * 0)",
         "sinks",
     ),
     "outputs_not_rescaled_by_the_sink": (
-        "tiles.py",
+        "fwd.py",
         "b_scale = alpha * p.keep_scale",
         "b_scale = p.keep_scale",
         "sinks",
     ),
     "lse_without_its_sink": (
-        "tiles.py",
+        "fwd.py",
         "b_m, b_l, alpha = with_sink",
         "_b_m, b_l, alpha = with_sink",
         "sinks",
     ),
     "keys_of_one_query_head": ("bwd.py", "i_h = i_hk * p.group + g", "i_h = i_hk * p.group", "gqa"),
-    "last_diagonals_lost": ("bwd.py", "if last > first:", "if last > first + 1:", "t5"),
+    "last_diagonals_lost": ("bwd.py", "run.last > run.first:", "run.last > run.first + 1:", "t5"),
     "dense_gradient_of_one_head": ("bwd.py", "i_h = i_head + h", "i_h = i_head", "dense"),
 }
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer import BlockMask
-from pytransformer.kernels.attention import problem
-from pytransformer.kernels.attention.configs import Config, within
-from pytransformer.kernels.attention.plan import plan_backward, plan_forward
+from pytransformer.kernels.attention import configs
+from pytransformer.kernels.attention.configs import Config, plan_backward, plan_forward, within
 from pytransformer.ops._problem.blocks import SIZES
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds, oracle
@@ -192,12 +191,12 @@ def test_dense_masks_are_listed_from_64_blocks(monkeypatch: pytest.MonkeyPatch) 
 
     Masks read once per key have no lists.
     """
-    monkeypatch.setattr(problem, "capability", lambda device: 90)
+    monkeypatch.setattr(configs, "capability", lambda device: 90)
 
     def size(heads: int, length: int, *shape: int, **changes: Any) -> tuple[int, int]:
         q = torch.empty(2, heads, length, 16, device="meta")
         mask = torch.empty(*shape, dtype=torch.bool, device="meta")
-        return problem.block_size(
+        return configs.block_size(
             attention_op.prepare(q, q, q, attn_mask=mask)[0]._replace(**changes)
         )
 
@@ -306,26 +305,26 @@ def test_bad_lists_read_nothing_outside(
 
 # (file, line, replacement), and the entry of KEYWORDS that detects it.
 MUTANTS = {
-    "last_tile_skipped": ("blocks.py", "count * PER - tl", "count * PER - 1 - tl", "alone, 32"),
-    "first_tile_skipped": ("blocks.py", "tl.maximum(first - from", "1 + tl.maximum(first - from",
+    "last_tile_skipped": ("mask.py", "count * PER - tl", "count * PER - 1 - tl", "alone, 32"),
+    "first_tile_skipped": ("mask.py", "tl.maximum(first - from", "1 + tl.maximum(first - from",
         "alone, 32"),
     "lists_not_transposed": ("bwd.py", "_replace(blocks=by_keys)", "_replace(blocks=by_queries)",
         "alone, 32"),
-    "partial_block_lost": ("blocks.py", "(word, p_words), other=-1)  # [BM",
+    "partial_block_lost": ("mask.py", "(word, p_words), other=-1)  # [BM",
         "(word - 1, p_words), other=0)  # [BM", "alone, 512"),
-    "partial_block_taken_whole": ("blocks.py", "(word, p_words), other=-1)  # [BM",
+    "partial_block_taken_whole": ("mask.py", "(word, p_words), other=-1)  # [BM",
         "(word - 1, p_words), other=-1)  # [BM", "alone, 512"),
-    "bits_off_by_one_word": ("blocks.py", "key_tile * C.BN %", "(key_tile * C.BN + 32) %",
+    "bits_off_by_one_word": ("mask.py", "key_tile * C.BN %", "(key_tile * C.BN + 32) %",
         "keys longer"),
-    "rows_of_the_first_tile": ("blocks.py", "(i % C.BLOCK_QUERIES) *", "(i % C.BM) *",
+    "rows_of_the_first_tile": ("mask.py", "(i % C.BLOCK_QUERIES) *", "(i % C.BM) *",
         "prefix, segments, softcap"),
-    "rows_that_see_nothing_hide_a_block": ("mask_lists.py", "tl.max(tl.max(", "tl.min(tl.max(",
+    "rows_that_see_nothing_hide_a_block": ("mask.py", "tl.max(tl.max(", "tl.min(tl.max(",
         "for all"),
-    "dense_list_without_its_last": ("mask_lists.py", "+ 1, start + count)",
+    "dense_list_without_its_last": ("mask.py", "+ 1, start + count)",
     "+ 1, start + count - 1)", "for all"),
-    "dense_lists_not_transposed": ("mask_lists.py", "(self.across, 1) if by_keys",
+    "dense_lists_not_transposed": ("mask.py", "(self.across, 1) if by_keys",
         "(1, self.down) if by_keys", "for all"),
-    "lists_of_the_first_head": ("blocks.py", "i_h * p.blocks.head", "i_h * 0 * p.blocks.head",
+    "lists_of_the_first_head": ("mask.py", "i_h * p.blocks.head", "i_h * 0 * p.blocks.head",
         "causal, lengths"),
     "diagonals_across_a_gap": ("bwd.py", "if t != left + 1:", "if t == left + 1:", "T5"),
 }  # fmt: skip

@@ -13,8 +13,7 @@ from kernel_mutants import mutated
 
 import pytransformer as pt
 from pytransformer.kernels import _lang
-from pytransformer.kernels.attention.configs import SPLIT, SPLIT_INTERPRETED
-from pytransformer.kernels.attention.plan import plan_of
+from pytransformer.kernels.attention.configs import SPLIT, SPLIT_INTERPRETED, plan_of
 from pytransformer.testing import bounds
 from support.attention_check import check_attention
 
@@ -218,11 +217,11 @@ def test_hidden_nan_keys_do_not_affect_results(hidden_by: str, num_queries: int)
 
 
 MUTANTS = {
-    "splits_not_weighed": ("decode.py", "other=0.0) * alpha, 0)", "other=0.0), 0)"),
-    "splits_overlap": ("decode.py", "first + i_split * tiles, last", "first + i_split, last"),
+    "splits_not_weighed": ("fwd.py", "other=0.0) * b_p, 0)", "other=0.0), 0)"),
+    "splits_overlap": ("fwd.py", "run.first + i_split * tiles,", "run.first + i_split,"),
     "one_head_for_all": ("tiles.py", "i_h = i_head + i % p.group", "i_h = i_head + 0 * i"),
     "splits_beyond_the_last_read": (
-        "decode.py",
+        "fwd.py",
         "m_s = s < p.split_kv.splits",
         "m_s = s < p.split_kv.splits + 1",
     ),
@@ -241,7 +240,7 @@ def test_mutants_are_detected(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_hidden_key_test_detects_a_fault(tmp_path: Path) -> None:
     fault = (
-        "tiles.py",
+        "mask.py",
         "m_j = tl.max(m_s.to(tl.int32), 0) != 0",
         "m_j = tl.max(m_s.to(tl.int32), 0) >= 0",
     )

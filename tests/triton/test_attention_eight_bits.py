@@ -16,7 +16,7 @@ from kernel_mutants import mutated
 from torch import Tensor
 
 import pytransformer as pt
-from pytransformer.kernels.attention.plan import plan_forward
+from pytransformer.kernels.attention.configs import plan_forward
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds, oracle
 from support.pages import in_pages
@@ -87,12 +87,12 @@ FAULTS = {
         "b_p = b_p * tl.trans(visible_rows(v_scale[:, None], m_s, p, C))", "pass"),
     "scale of the next key": ("tiles.py", "P += j.to(tl.int64) * strides.row",
         "P += tl.maximum(j - 1, 0).to(tl.int64) * strides.row"),
-    "key scale of the values": ("fwd.py", "p.scales.key, p.scales.of_key",
-        "p.scales.value, p.scales.of_value"),
+    "key scale of the values": ("tiles.py", "p.scales.value if VALUES else p.scales.key",
+        "p.scales.value"),
     "e4m3 subnormals as zero": ("tiles.py", "half.to(tl.float32) * 256.0",
         "tl.where((bits & 0x78) == 0, 0.0, half.to(tl.float32) * 256)"),
     "sign lost": ("tiles.py", "((bits & 0x80) << 8)", "0"),
-    "one bfloat16 for weights of float16": ("tiles.py",
+    "one bfloat16 for weights of float16": ("fwd.py",
         "acc = dot(narrow(b_p - high.to(tl.float32), tl.bfloat16), b_v, acc, C)", "pass"),
 }  # fmt: skip
 

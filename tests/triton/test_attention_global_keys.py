@@ -17,8 +17,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer import BlockMask
-from pytransformer.kernels.attention.configs import INTERPRETED, SPLIT_INTERPRETED
-from pytransformer.kernels.attention.plan import plan_forward
+from pytransformer.kernels.attention.configs import INTERPRETED, SPLIT_INTERPRETED, plan_forward
 from pytransformer.ops.attention import attention_op
 from support.attention_check import check_attention, check_packed
 from support.guarded import place
@@ -280,40 +279,40 @@ def test_bad_lists_read_nothing_outside(
 
 # (file, line, replacement), and the entry of CALLS, DECODED or BLOCKS that detects it.
 MUTANTS = {
-    "first_tiles_skipped": ("bounds.py", "jump = tl.maximum(bend - ahead, 0)", "jump = bend",
+    "first_tiles_skipped": ("mask.py", "jump = tl.maximum(bend - ahead, 0)", "jump = bend",
         "causal"),
-    "steps_not_bent": ("bounds.py", "tl.where(n < gap[0], n - gap[1], n)", "n", "causal"),
-    "last_of_the_first_skipped": ("bounds.py", "(near_end - origin + C.BN - 1) // C.BN, 0)",
+    "steps_not_bent": ("mask.py", "tl.where(n < gap[0], n - gap[1], n)", "n", "causal"),
+    "last_of_the_first_skipped": ("mask.py", "(near_end - origin + C.BN - 1) // C.BN, 0)",
     "(near_end - origin) // C.BN, 0)", "mask"),
-    "first_keys_behind_the_window_skipped": ("bounds.py", "tl.maximum(last, ahead), (start",
-        "last, (start", "as many as there are"),
-    "first_keys_tested_away": ("tiles.py", "m_s | (of_keys(j, C) < of_queries(bounds[2], C))",
+    "first_keys_behind_the_window_skipped": ("mask.py", "tl.maximum(run.last, ahead)",
+        "run.last", "as many as there are"),
+    "first_keys_tested_away": ("mask.py", "m_s | (of_keys(j, C) < of_queries(bounds[2], C))",
         "m_s", "causal"),
-    "first_keys_read_as_zero": ("bounds.py", "m_j | ((j >= 0) & (j < seen[2]))", "m_j", "causal"),
-    "between_read": ("bounds.py", "(j >= 0) & (j < seen[2])", "(j >= 0) & (j < seen[1])",
+    "first_keys_read_as_zero": ("mask.py", "m_j | ((j >= 0) & (j < seen[2]))", "m_j", "causal"),
+    "between_read": ("mask.py", "(j >= 0) & (j < seen[2])", "(j >= 0) & (j < seen[1])",
         "one split"),
-    "seen_before_causality": ("bounds.py", "tl.minimum(near, p.global_keys - p.key_start)",
+    "seen_before_causality": ("mask.py", "tl.minimum(near, p.global_keys - p.key_start)",
         "lo * 0 + p.global_keys", "early"),
-    "right_of_the_window_lost": ("bounds.py", "hi = tl.maximum(hi, near)", "hi = hi",
+    "right_of_the_window_lost": ("mask.py", "hi = tl.maximum(hi, near)", "hi = hi",
         "right alone"),
-    "one_key_without_all_queries": ("bounds.py", "m_global = j < p.global_keys",
+    "one_key_without_all_queries": ("mask.py", "m_global = j < p.global_keys",
         "m_global = j < -1 + p.global_keys", "causal"),
-    "later_queries_of_the_window_alone": ("bounds.py", "tl.where(m_global, to_query, hi)", "hi",
+    "later_queries_of_the_window_alone": ("mask.py", "tl.where(m_global, to_query, hi)", "hi",
         "causal"),
-    "earlier_queries_of_the_window_alone": ("bounds.py", "tl.where(m_global, from_query, lo)", "lo",
+    "earlier_queries_of_the_window_alone": ("mask.py", "tl.where(m_global, from_query, lo)", "lo",
         "right alone"),
-    "causality_of_keys_lost": ("bounds.py", "tl.where(m_global, from_query, lo)",
+    "causality_of_keys_lost": ("mask.py", "tl.where(m_global, from_query, lo)",
         "tl.where(m_global, 0, lo)", "early"),
-    "splits_without_the_first_keys": ("decode.py", "span += p.global_keys + 2 * C.BN", "span += 0",
+    "splits_without_the_first_keys": ("fwd.py", "span += p.global_keys + 2 * C.BN", "span += 0",
         "most of them first"),
     "diagonals_across_the_gap": ("bwd.py", "if C.BLOCK_KEYS or C.GAP:", "if C.BLOCK_KEYS:", "T5"),
-    "bias_of_the_first_keys_lost": ("bounds.py", "tl.maximum(t, tl.minimum(t + gap[1], gap[0]))",
+    "bias_of_the_first_keys_lost": ("mask.py", "tl.maximum(t, tl.minimum(t + gap[1], gap[0]))",
         "t", "bias of all"),
-    "listed_first_tiles_lost": ("blocks.py", "jump = bend - tl.maximum(near_end, near)",
+    "listed_first_tiles_lost": ("mask.py", "jump = bend - tl.maximum(near_end, near)",
         "jump = bend - near", "blocks of a tile, T5"),
-    "listed_window_misplaced": ("blocks.py", "PER) + (behind - entry) * PER", "PER) + 0 * PER",
+    "listed_window_misplaced": ("mask.py", "PER) + (behind - entry) * PER", "PER) + 0 * PER",
     "blocks of a tile, T5"),
-    "listed_first_step_lost": ("blocks.py", "near = tl.minimum(near, PER)", "near = near + 1",
+    "listed_first_step_lost": ("mask.py", "near = tl.minimum(near, PER)", "near = near + 1",
         "both runs in one block, T5"),
 }  # fmt: skip
 
@@ -336,7 +335,7 @@ def test_computing_the_gap_is_detected(products: Counter[str], tmp_path: Path) -
     """Its tiles would change no value; the number of products shows them."""
     with mutated(
         "attention",
-        "bounds.py",
+        "mask.py",
         "jump = tl.maximum(bend - ahead, 0)",
         "bend *= 0\n        jump = bend",
         tmp_path,

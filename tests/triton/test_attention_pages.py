@@ -14,7 +14,7 @@ from kernel_mutants import mutated
 from torch import Tensor
 
 import pytransformer as pt
-from pytransformer.kernels.attention.plan import plan_forward
+from pytransformer.kernels.attention.configs import plan_forward
 from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops.attention import attention_op
 from support.pages import Pools, in_pages
@@ -177,15 +177,15 @@ FAULTS = {
     "last page never": ("tiles.py", "p.pages.count - 1).to", "p.pages.count - 2).to"),
     "values of the batch entry": (
         "fwd.py",
-        "V = at_key_head(V, strides.v, i_b, i_head // p.group, C)",
-        "V = at_head(V, strides.v, i_b, i_head // p.group)",
+        "V = at_key_head(V, strides.v, i_b, i_hk, C)",
+        "V = at_head(V, strides.v, i_b, i_hk)",
     ),
 }
 
 
 PACKED_FAULTS = {
     "lengths of padded queries only": (
-        "bounds.py",
+        "mask.py",
         "if p.key_lengths is not None:",
         "if p.key_lengths is not None and p.cu_queries is None:",
     ),

@@ -10,7 +10,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.kernels import _lang
-from pytransformer.kernels.attention.plan import plan_backward, plan_forward
+from pytransformer.kernels.attention.configs import plan_backward, plan_forward
 from pytransformer.ops.attention import attention_op
 from support.attention_check import check_attention
 

@@ -39,12 +39,12 @@ def test_rows_of_finfo_min_give_the_mean(twice: bool, dtype: torch.dtype) -> Non
     ("file", "old", "new", "twice"),
     [
         (
-            "tiles.py",
+            "score_mod.py",
             "s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)",
             "s = s + 0.0",
             True,
         ),
-        ("row_stats.py", "> LARGE:", "> 2.0 * float('inf'):", False),
+        ("bwd.py", "> LARGE:", "> 2.0 * float('inf'):", False),
     ],
     ids=["sum_overflows", "lse_loses_the_log_of_the_sum"],
 )

@@ -15,7 +15,7 @@ from support.planted_backend import check_told_once, checked_apart
 from support.way_down import WAYS
 
 pytestmark = pytest.mark.falls_back
-BEGINNING, SUM = '    b_m = tl.full([C.BM], float("-inf"), tl.float32)\n', "tl.sum(b_p, 1)"
+BEGINNING, SUM = '    b_m = tl.full([C.BM], float("-inf"), tl.float32)\n', "tl.where(m_i, b_l, 0.0)"
 # Edits of kernels/attention/fwd.py, and how the result reports them.
 FAULTS = {
     "wrong numbers": (SUM, f"1.02 * {SUM}", "verify: wrong here: "),

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ir, make_backend
 
-from pytransformer.kernels.attention import problem
+from pytransformer.kernels.attention import configs
 from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops._backends.gpu import cross_entropy as gpu_cross_entropy
 from pytransformer.ops._backends.triton import availability
@@ -100,7 +100,7 @@ class Gpu:
         self.launches = 0
         self.wrong: list[str] = []
         triton.runtime.driver.set_active(Driver(capability))
-        problem.capability = lambda device: capability // 10 * 10
+        configs.capability = lambda device: capability // 10 * 10
         availability._unavailable = lambda device, name: None  # type: ignore[assignment]
         for backend in (
             gpu_attention,

@@ -107,8 +107,7 @@ def _extra_bytes(a: AttentionProblem) -> int:
     maximum, and with a dense term the log of the sum. Both need the lists of a boolean mask's
     blocks.
     """
-    from pytransformer.kernels.attention.plan import plan_forward
-    from pytransformer.kernels.attention.problem import listing_of
+    from pytransformer.kernels.attention.configs import listing_of, plan_forward
 
     listed = listing_of(a)
     return max(plan_forward(a).bytes, 12 * a.query.numel() // a.head_dim) + (
@@ -118,8 +117,7 @@ def _extra_bytes(a: AttentionProblem) -> int:
 
 def _note(a: AttentionProblem) -> str | None:
     """Return the kernel form that computes forward, and the share of a mask that runs."""
-    from pytransformer.kernels.attention.plan import plan_forward
-    from pytransformer.kernels.attention.problem import listing_of
+    from pytransformer.kernels.attention.configs import listing_of, plan_forward
 
     if a.empty:
         return None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the attention kernels: sizes, strides and optional tensors at run time, and
-compile-time constants.
+"""Arguments of the attention kernels: ``Problem`` has sizes, strides and optional tensors, which a
+launch passes; ``Kind`` has the compile-time constants.
 
 Triton accepts a tuple as one argument and an absent tensor in it as a constant, so a kernel has few
 parameters and no code for absent features.
@@ -9,8 +9,8 @@ parameters and no code for absent features.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,9 +18,8 @@ from pytransformer.ops._problem.attention import AttentionProblem
 from pytransformer.ops.masks import bucket_row
 from pytransformer.reference.philox import keep_scale, threshold
 
-from .. import tuned
-from .._lang import INTERPRETED, precision
-from .configs import INTERPRETER, Config, Listing, config, listing, within
+if TYPE_CHECKING:
+    from .configs import Config
 
 UNBOUNDED = 1 << 29
 EIGHT_BITS = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -52,7 +51,7 @@ class Dense(NamedTuple):
 
 class BlockLists(NamedTuple):
     """A block mask's lists in kernel form: a run of entries per block of queries or keys; see
-    blocks.py.
+    mask.py.
 
     Always present, and kernels check ``Kind.BLOCK_KEYS``.
     """
@@ -77,7 +76,7 @@ class ForwardStrides(NamedTuple):
 
 
 class SplitKV(NamedTuple):
-    """Split KV of a decoded sequence: see decode.py."""
+    """Split KV of a decoded sequence: see fwd.py."""
 
     # Maximum rows (queries times heads that share a key head) of a decoded sequence.
     max_rows: int
@@ -102,7 +101,7 @@ class Diagonals(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Paged keys and values; see tiles.py, key_pointers."""
+    """Paged keys and values; see tiles.py, load_keys."""
 
     table: torch.Tensor  # (B, width) int32 or int64
     width: int
@@ -194,42 +193,19 @@ class Kind:
     EIGHT_BITS: int = 0  # keys and values are int8 (1) or float8_e4m3fn (2), which arrives as uint8
 
     @property
+    def FIRST_PART(self) -> int:
+        """Return the first range with tiles of a loop over KV tiles: see Steps in mask.py."""
+        return 2 if self.BLOCK_KEYS else 0 if self.LEFT or not self.ALIGNED else 1
+
+    @property
+    def FIRST_QUERY_PART(self) -> int:
+        """Return the first range with tiles of a loop over Q tiles."""
+        return 2 if self.BLOCK_KEYS else 0 if self.CAUSAL or self.RIGHT else 1
+
+    @property
     def GAP(self) -> bool:
         """Return True if keys may lie between the global keys and a query's window."""
         return self.GLOBAL and self.LEFT
-
-
-def capability(device: torch.device) -> int:
-    return INTERPRETER if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
-
-
-def choose(kernel: str, a: AttentionProblem) -> Config:
-    """Return a kernel's tile for the op's arguments; it lies within a block of a block mask."""
-    found = config(
-        kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)),
-        a.query.element_size(), score_mods=a.by_pair,
-        tuned=tuned.table("attention", a.query.device),
-    )  # fmt: skip
-    # a tile's bits and their widened values use registers: half of most tiles
-    if a.key_scale is not None:
-        stages = 1 if a.query.dtype == torch.float32 else found.stages
-        found = replace(found, BM=min(found.BM, 64), BN=min(found.BN, 32), stages=stages)
-    queries, keys = block_size(a)
-    return within(found, queries, keys, by_keys=kernel.endswith("dkdv")) if keys else found
-
-
-def listing_of(a: AttentionProblem) -> Listing | None:
-    """Return the block list configuration of a dense boolean mask, or None if it is not listed."""
-    found = listing(capability(a.query.device))
-    return found if a.lists_mask(found) else None
-
-
-def block_size(a: AttentionProblem) -> tuple[int, int]:
-    """Return the queries and keys per listed block; 0 and 0 without lists."""
-    if a.blocks is not None:
-        return a.blocks.block_size
-    found = listing_of(a)
-    return (0, 0) if found is None else (found.block, found.block)
 
 
 def padded(n: int) -> int:
@@ -250,7 +226,7 @@ def strides(t: torch.Tensor) -> tuple[int, ...]:
 
 def lower(a: AttentionProblem) -> Problem:
     """Return the kernels' view of the op's arguments, without T5's bias (at_tile) and block lists
-    (mask_lists.py).
+    (mask.py).
     """
     mask = a.key_padding
     return Problem(
@@ -291,7 +267,7 @@ def lower(a: AttentionProblem) -> Problem:
         threshold=threshold(a.dropout_p),
         keep_scale=keep_scale(a.dropout_p),
         scale=a.scale,
-        score_scale=a.scale * (math.log2(math.e) if _base2(a) else 1.0),
+        score_scale=a.scale * (math.log2(math.e) if in_base2(a) else 1.0),
         softcap=a.softcap,
     )
 
@@ -299,37 +275,6 @@ def lower(a: AttentionProblem) -> Problem:
 def at_tile(a: AttentionProblem, p: Problem, tile: Config) -> Problem:
     """Return the problem for this tile, which determines the width of T5's bias rows."""
     return p if a.table is None else p._replace(diagonals=_diagonals(a, a.table, tile))
-
-
-def kind_of(a: AttentionProblem) -> Kind:
-    """Return the compile-time constants of the arguments, without the tile: BM and BN are 0."""
-    block_queries, block_keys = block_size(a)
-    return Kind(
-        D=a.head_dim,
-        DV=a.value_dim,
-        BD=padded(a.head_dim),
-        BDV=padded(a.value_dim),
-        BM=0,
-        BN=0,
-        CAUSAL=a.causal != "none",
-        BOTTOM_RIGHT=a.causal == "bottom_right",
-        LEFT=a.left >= 0,
-        RIGHT=a.right >= 0,
-        GLOBAL=a.global_keys > 0,
-        GROUPED=a.heads > a.key_heads,
-        ALIGNED=a.key_start % 32 == 0,
-        KEY_MASK=a.key_padding is not None,
-        SOFTCAP=bool(a.softcap),
-        DROPOUT=0 < threshold(a.dropout_p) < 65536,
-        BASE2=_base2(a),
-        SPLIT_LSE=bool(a.added),
-        PRECISION=precision(a.query.dtype),
-        BUCKETS=0 if a.table is None else padded(a.table.shape[0]),
-        BLOCK_QUERIES=block_queries,
-        BLOCK_KEYS=block_keys,
-        PAGE_SIZE=0 if a.page_table is None else a.key.shape[2],
-        EIGHT_BITS=EIGHT_BITS.get(a.key.dtype, 0),
-    )
 
 
 def scales_of(a: AttentionProblem) -> Scales | None:
@@ -357,7 +302,7 @@ def block_lists(a: AttentionProblem, by_keys: bool = False) -> BlockLists:
     )  # fmt: skip
 
 
-def _base2(a: AttentionProblem) -> bool:
+def in_base2(a: AttentionProblem) -> bool:
     """Return True if nothing is added to scores and softcap is off."""
     return not (a.added or a.softcap or a.slopes is not None or a.table is not None)
 
