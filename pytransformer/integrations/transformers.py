@@ -109,7 +109,7 @@ def fused_loss(model: Any) -> None:
     it.
 
     Raises:
-        ValueError: the model changes its logits, for example by a softcap, or its loss is not the
+        ValueError: the model changes its logits other than by a softcap, or its loss is not the
             cross entropy of its output layer; the model has not changed.
     """
     from .hugging_face.loss import FusedLoss

@@ -75,6 +75,10 @@ def plant(patch: pytest.MonkeyPatch, model: str, place: str, replacements: Any) 
     for part in outer:
         owner = getattr(owner, part)
     function, source = source_of(owner, name)
+    if "past_key_values" not in source:  # as since transformers 5.24
+        replacements = [
+            [text.replace("past_key_values", "cache") for text in pair] for pair in replacements
+        ]
     for old, new in replacements:
         assert old in source, f"{old!r} is not in {source}"
         # A name is renamed wherever it stands alone.

@@ -22,7 +22,6 @@ from support.hugging_face import (
 
 LIMIT = model_distance_limit(torch.float32)
 LANGUAGE = [n for n, f in FAMILIES.items() if f.kind in ("encoder", "decoder", "seq2seq")]
-SUPPORTED = [n for n in LANGUAGE if n != "gemma2"]
 
 
 def without_dropout(family: Any) -> nn.Module:
@@ -53,7 +52,7 @@ def loss_and_gradients(model: nn.Module, **inputs: Any) -> tuple[Any, dict[str, 
 
 
 @pytest.mark.parametrize("items", [None, 17, torch.tensor(17)], ids=["mean", "int", "tensor"])
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", LANGUAGE)
 def test_loss_and_gradients_equal_the_models(hugging_face: Any, name: str, items: Any) -> None:
     family = FAMILIES[name]
     model = without_dropout(family)
@@ -151,9 +150,47 @@ def test_models_own_forward_runs_where_it_must(hugging_face: Any) -> None:
     assert model.train()(**inputs).logits is not None
 
 
-def test_a_softcap_is_refused(hugging_face: Any) -> None:
-    model = FAMILIES["gemma2"].build("eager")
-    with pytest.raises(ValueError, match="fused_loss: Gemma2ForCausalLM is not supported"):
+@pytest.mark.parametrize("name", ["gemma2", "recurrent_gemma", "t5gemma"])
+def test_a_softcap_changes_loss_and_gradients(hugging_face: Any, name: str) -> None:
+    """A cap far below the logits, by each name that models give it, and in a config of parts."""
+    import transformers as T
+
+    sizes = dict(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if name == "gemma2":
+        config = T.Gemma2Config(**sizes, final_logit_softcapping=0.1)
+    elif name == "recurrent_gemma":
+        sizes["num_hidden_layers"] = 3  # its first layer of attention
+        config = T.RecurrentGemmaConfig(**sizes, lru_width=32, logits_soft_cap=0.1)
+    else:
+        config = T.T5GemmaConfig(
+            encoder=sizes, decoder={**sizes, "final_logit_softcapping": 0.1}, vocab_size=99,
+            dropout_rate=0.0,
+        )  # fmt: skip
+    auto = T.AutoModelForSeq2SeqLM if name == "t5gemma" else T.AutoModelForCausalLM
+    model = auto.from_config(config).train()
+    fused = copy.deepcopy(model)
+    pt.integrations.transformers.fused_loss(fused)
+    ids = torch.randint(99, (2, 9))
+    expected, grads = loss_and_gradients(model, input_ids=ids, labels=ids)
+    found, our_grads = loss_and_gradients(fused, input_ids=ids, labels=ids)
+    assert found.logits is None and expected.logits.abs().max() > 0.09
+    assert distance(found.loss, expected.loss) < LIMIT
+    assert distance(flat(our_grads), flat(grads)) < LIMIT and our_grads.keys() == grads.keys()
+
+
+def test_a_model_that_scales_its_logits_is_refused(hugging_face: Any) -> None:
+    from transformers import CohereConfig, CohereForCausalLM
+
+    config = CohereConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = CohereForCausalLM(config)
+    with pytest.raises(ValueError, match="fused_loss: CohereForCausalLM is not supported"):
         pt.integrations.transformers.fused_loss(model)
     assert "forward" not in vars(model)
 

@@ -4,8 +4,8 @@
 The norm of queries and keys, if any, and the rotation become one op each,
 :func:`pytransformer.rotary`, with the model's tables of cos and sin. Projections, the user's cache
 and the call of transformers' attention interface are unchanged and in the same order, so every
-``attn_implementation`` works and hooks run. GPT-J does not use the interface, so its attention is
-converted too.
+``attn_implementation`` works and hooks run. GPT-J uses the interface since transformers 5.24; its
+earlier attention is converted too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Turned:
     projection_out = "o_proj"
     norms: tuple[str, ...] = ()  # norms of queries and keys, per head
     norm_offset = 0.0
+    interleaved = False
 
     def heads(self: Any, x: torch.Tensor) -> Heads:
         """Return queries, keys and values, (B, H, L, D) each, before norm and rotation."""
@@ -66,7 +67,8 @@ class Turned:
         query, key, value = self.heads(x)
         by = [getattr(self, name) for name in self.norms] or [None, None]
         query, key = (
-            _turned(t, norm, tables, self.norm_offset) for t, norm in zip((query, key), by)
+            _turned(t, norm, tables, self.norm_offset, self.interleaved)
+            for t, norm in zip((query, key), by)
         )
         if cache is not None:
             key, value = update_cache(self, cache, key, value, kwargs)
@@ -172,7 +174,29 @@ class ProjectionByHead(Turned):
         )
 
 
-class OwnAttention:  # GPT-J
+class AdjacentPairs(Turned):  # GPT-J of transformers 5.24
+    projection_out = "out_proj"
+    interleaved = True
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        sin, cos = position_embeddings
+        if not _tables_fit(cos, sin):
+            return NotImplemented
+        tables = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        out, weights = self.turned_and_attended(
+            hidden_states, tables, attention_mask, past_key_values, kwargs
+        )
+        return self.resid_dropout(out), weights
+
+
+class OwnAttention:  # GPT-J before transformers 5.24
     """Interleaved rotation and GPT-J's attention, with float32 scores and a dense additive mask.
 
     The mask is the eager one. The kernel computes scores and weights without materializing them.
@@ -260,6 +284,7 @@ _rule(
     Rule(
         "attention", "rotary and attention", OwnAttention,
         lambda m: droppable(m.attn_dropout), ("09136a0f4901",),
+        newer=Rule("attention", "rotary", AdjacentPairs, digests=("f7fc15a732e8",)),
     ),
     gptj="GPTJAttention",
 )  # fmt: skip

@@ -81,6 +81,7 @@ class Rule:
     digests: tuple[str, ...] = ()
     method: str = "forward"
     by_probe: bool = True  # False: the probe cannot compare the mixin with the original method
+    newer: Rule | None = None  # for code without one of the digests, as in a later release
 
     def __post_init__(self) -> None:
         if hasattr(self.mixin, "forward") and self.method != "forward":
@@ -211,7 +212,8 @@ RULES: dict[type | str, Rule] = {}
 
 def find_rule(cls: type) -> Rule | None:
     """Return the rule for exactly this class, or None."""
-    return RULES.get(cls) or RULES.get(f"{cls.__module__}.{cls.__qualname__}")
+    rule = RULES.get(cls) or RULES.get(f"{cls.__module__}.{cls.__qualname__}")
+    return rule if rule is None or rule.newer is None or rule.known(cls) else rule.newer
 
 
 # Words in class names of candidates for the report. Names never decide what is converted.

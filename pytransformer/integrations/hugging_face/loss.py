@@ -23,6 +23,7 @@ LENGTH, ITEMS = 6, 7  # of the run at setup
 OTHERS = ("shift_labels", "logits_to_keep", "output_router_logits", "ignore_index")
 LIMIT = 32  # in eps, of the loss at setup
 BIAS = "final_logits_bias"  # which BART and Marian add to the logits
+CAPS = ("final_logit_softcapping", "logits_soft_cap")  # of Gemma and RecurrentGemma, in the config
 
 
 class FusedLoss:
@@ -58,14 +59,17 @@ class FusedLoss:
     def _run(self, given: dict[str, Any]) -> Any:
         """Return the output with its loss, or None if the model changes its logits."""
         labels, items = given["labels"], given.get("num_items_in_batch")
-        hidden, out = self._hidden(given)
+        hidden, cap, out = self._hidden(given)
         if hidden is None:
             return None
-        loss = self._loss(hidden, labels, items if self.by_items else None)
+        loss = self._loss(hidden, cap, labels, items if self.by_items else None)
         return type(out)(loss=loss, **{n: v for n, v in out.items() if n not in ("loss", "logits")})
 
-    def _hidden(self, given: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
-        """Return the output layer's input and the model's output, or None if logits change."""
+    def _hidden(self, given: dict[str, Any]) -> tuple[torch.Tensor | None, float | None, Any]:
+        """Return the output layer's input, the softcap and the model's output.
+
+        The input is None if the model changes its logits otherwise.
+        """
         model = self.model
         seen: list[torch.Tensor] = []
         head, bias = model.get_output_embeddings(), getattr(model, BIAS, None)
@@ -89,11 +93,17 @@ class FusedLoss:
             del head.forward
             if bias is not None:
                 model._buffers[BIAS] = bias
-        if len(seen) != 1 or not (out.logits is seen[0] or torch.equal(out.logits, seen[0])):
-            return None, out
-        return seen[0], out
+        if len(seen) != 1:
+            return None, None, out
+        x, config = seen[0], model.config.get_text_config()
+        cap = next(filter(None, (getattr(config, name, None) for name in CAPS)), None)
+        if cap is not None and torch.equal(out.logits, torch.tanh(x.detach() / cap) * cap):
+            return x, cap, out
+        return (x if out.logits is x or torch.equal(out.logits, x) else None), None, out
 
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    def _loss(
+        self, hidden: torch.Tensor, cap: float | None, labels: torch.Tensor, items: Any
+    ) -> torch.Tensor:
         head, bias = self.model.get_output_embeddings(), getattr(self.model, BIAS, None)
         if self.shift:
             labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
@@ -102,6 +112,7 @@ class FusedLoss:
             head.weight,
             labels.to(hidden.device),
             bias=head.bias if bias is None else bias.view(-1),
+            softcap=cap,
             reduction="mean" if items is None else "sum",
         )
         return loss if items is None else loss / items
@@ -120,19 +131,19 @@ class FusedLoss:
         given = {"input_ids": ids, "labels": labels, "num_items_in_batch": ITEMS}
         model.eval()
         try:
-            hidden, _ = self._hidden(given)
+            hidden, cap, _ = self._hidden(given)
             if hidden is None:
                 return False
             limit = LIMIT * torch.finfo(hidden.dtype).eps
             plain = float(type(model).forward(model, input_ids=ids, labels=labels).loss)
             for self.shift in (False, True):
-                if abs(float(self._loss(hidden, labels, None)) - plain) <= limit * abs(plain):
+                if abs(float(self._loss(hidden, cap, labels, None)) - plain) <= limit * abs(plain):
                     break
             else:
                 return False
             if self._accepts_items():
                 divided = float(type(model).forward(model, **given).loss)
-                by_items = float(self._loss(hidden, labels, ITEMS))
+                by_items = float(self._loss(hidden, cap, labels, ITEMS))
                 self.by_items = abs(by_items - divided) <= limit * abs(divided)
                 return self.by_items or divided == plain
             return True
