@@ -87,7 +87,7 @@ class Saved(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """What backward loads of BM queries."""
+    """The operands that backward loads of BM queries."""
 
     q: Any  # [BM, BD]
     do: Any  # [BM, BDV]

@@ -289,14 +289,9 @@ class Matmul {
       acc* tiles[kTiles];
       for (int t = 0; t < kTiles; t++)
         tiles[t] = s.sums ? s.sums[t] + n * round_up(M_, kTileRows<T>) + m0 * kWide : own[t];
-      // Transposed, A holds the weights, from memory for the first panel: then a group of rows
-      // takes all of k before the next one, so that what is read next is contiguous.
-      const bool by_rows =
-          kAsksForRows && transposed_ && panel == 0 && !s.a[0] && p_[0].a.stride == s.depth;
-      const int64_t step = by_rows ? kMR : rows;
+      const int64_t step = by_rows(s, panel) ? kMR : rows;
       for (int64_t r = 0; r < rows; r += step)
-        tile_pass(s, b, w, tiles, m0, r, min(rows, r + step), rows, n, cols, m0 == begin, by_rows,
-                  epilogue);
+        tile_pass(s, b, tiles, panel, m0, r, min(rows, r + step), rows, m0 == begin, epilogue);
       if (transposed_ && last_slice)
         for (int64_t r = 0; r < rows; r += kWide) {
           for (int t = 0; t < kTiles; t++) transpose_tile(tiles[t] + r * kWide, w, turned[t]);
@@ -305,12 +300,20 @@ class Matmul {
     }
   }
 
-  // Rows [first, end) of a tile of `rows` rows from m0, over the slice's k. reads_b: this is the
+  // Transposed, A holds the weights, which the first panel reads from memory. Then a group of rows
+  // takes all of k before the next one, so that the lines to prefetch are contiguous.
+  bool by_rows(const Slice& s, int64_t panel) const {
+    return kAsksForRows && transposed_ && panel == 0 && !s.a[0] && p_[0].a.stride == s.depth;
+  }
+
+  // Multiply rows [first, end) of a tile of `rows` rows from m0 by a panel. reads_b: this is the
   // task's first tile, which prefetches B.
   template <class Epilogue>
-  INLINE void tile_pass(const Slice& s, const packed* const* b, int64_t w, acc* const* tiles,
-                        int64_t m0, int64_t first, int64_t end, int64_t rows, int64_t n,
-                        int64_t cols, bool reads_b, bool by_rows, const Epilogue& epilogue) const {
+  INLINE void tile_pass(const Slice& s, const packed* const* b, acc* const* tiles, int64_t panel,
+                        int64_t m0, int64_t first, int64_t end, int64_t rows, bool reads_b,
+                        const Epilogue& epilogue) const {
+    const int64_t n = panel * kWide, cols = min(kWide, s.cols - n), w = panel_width(cols);
+    const bool prefetches_a = by_rows(s, panel);
     const bool last_slice = s.k0 + s.depth == K_;
     for (int i = 0; i < PRODUCTS; i++)
       for (int64_t u = 0; u < s.units; u += kDepth<T>) {
@@ -321,7 +324,7 @@ class Matmul {
           const int64_t part = min(kPart<T>, end - r);
           const auto ahead = [&](int64_t row, int64_t count) -> const char* {
             const char* lines = nullptr;
-            if (by_rows)
+            if (prefetches_a)
               lines = reinterpret_cast<const char*>(
                   p_[i].a.data + (m0 + r + row + kMR) * p_[i].a.stride + u * kMR);
             else if (kUnitStep<T> == 1 && reads_b)
