@@ -3,9 +3,9 @@
 
 Prints whether this machine's kernels are correct, six attention problems with
 1,024 tokens (forward and backward, float32), and two layers of BERT and T5
-after `register`, `switch` and `convert`. The times of a row come from one
-interleaved run; each contender is checked before it is timed. The exit code is
-1 if a check fails.
+with short and long rows, registered with transformers and after `convert`. The
+times of a row come from one interleaved run; each contender is checked before
+it is timed. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ CASES = ("full", "causal", "window", "t5_bias", "dropout", "key_padding")
 SHAPE = {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1024, "Lk": 1024, "D": 64}
 SUBJECTS = ("bert", "t5")
 LAYERS = 2  # of 12
+TOKENS = (63, 512)
 ROUNDS = 3  # min samples: a single sample is no measurement
 MIN_TIME = 0.3  # seconds per contender
 MODEL_SECONDS = 2.0
@@ -156,23 +157,29 @@ def compare_models(
     console: Console, names: Sequence[str], seconds: float
 ) -> tuple[list[Ratio], list[str]]:
     """Compare models with PyTorch's sdpa; return the ratios and the failures."""
-    asks = [models.Ask(name, "float32", LAYERS) for name in names]
+    asks = [models.Ask(name, "float32", LAYERS, tokens) for name in names for tokens in TOKENS]
     lines, ratios, wrong = [], [], []
     with console.progress(len(asks)) as progress:
         for ask in asks:
-            progress.step(ask.title)
-            rows = models.measure(ask, seconds, False, timed=(models.SDPA, models.OURS))
+            progress.step(f"{ask.title}, {ask.tokens} tokens")
+            rows = models.measure(
+                ask, seconds, False, timed=(models.SDPA, models.REGISTERED, models.OURS)
+            )
             progress.advance()
-            ours = [row for row in rows if row["variant"] == models.OURS]
-            wrong += [f"{ask.title}: {reason}" for reason in {r["wrong"] for r in ours} - {None}]
-            speed = {r["mode"]: r["speedup_sdpa"] for r in ours if r["speedup_sdpa"]}
-            cells = (f"{speed[mode]:.2f}x" if mode in speed else "-" for mode in models.MODES)
-            lines.append([f"{ask.title}, {ours[0]['batch']}", *cells])
-            ratios += [Ratio(f"{ask.model}, {m.replace('_', ' ')}", s) for m, s in speed.items()]
+            for variant, label in ((models.REGISTERED, "registered"), (models.OURS, "converted")):
+                ours = [row for row in rows if row["variant"] == variant]
+                title = f"{ask.title}, {ours[0]['batch']}"
+                wrong += [f"{title}: {reason}" for reason in {r["wrong"] for r in ours} - {None}]
+                speed = {r["mode"]: r["speedup_sdpa"] for r in ours if r["speedup_sdpa"]}
+                cells = (f"{speed[m]:.2f}x" if m in speed else "-" for m in models.MODES)
+                lines.append([title, label, *cells])
+                if variant == models.OURS:
+                    name = f"{ask.model}-{ask.tokens} converted"
+                    ratios += [Ratio(f"{name}, {m.replace('_', ' ')}", s) for m, s in speed.items()]
     if lines:
         console.heading("Models of transformers with random weights, float32: speed-up over sdpa")
-        columns = ("model", "forward", "training step")
-        console.table(columns, lines, right=columns[1:])
+        columns = ("model", "", "forward", "training step")
+        console.table(columns, lines, right=columns[2:])
     return ratios, wrong
 
 

@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.MODELS, "bert", ("BERT", bert))
 
 
-def bert(layers: int | None) -> models.Parts:
+def bert(layers: int | None, tokens: int | None) -> models.Parts:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -45,8 +45,9 @@ def test_demo_ends_with_fastest_slowest_and_no_wrong(capsys: pytest.CaptureFixtu
         and lines[-2].endswith("Wrong: 0.")
         and lines[-1].startswith("Next: ")
     )
-    for row in ("causal", "t5 bias", "BERT, 2 of 12 layers, 2 x 12"):
+    for row in ("causal", "t5 bias", "registered", "converted"):
         assert any(row in line and "x" in line for line in lines), row
+    assert sum("BERT, 2 of 12 layers, 2 x 12" in line for line in lines) == 4
 
 
 def test_wrong_attention_ends_demo_with_exit_code_1(
@@ -89,4 +90,4 @@ def test_a_model_off_our_kernels_is_wrong(
     reference = {"reference": OPS["attention"].backends["reference"]}
     monkeypatch.setattr(OPS["attention"], "backends", reference)
     assert main(["demo", "--models", "bert", "--seconds", "0"]) == WRONG
-    assert "WRONG: BERT, 2 of 12 layers: " in capsys.readouterr().out
+    assert "WRONG: BERT, 2 of 12 layers, 2 x 12: attention ran on reference" in capsys.readouterr().out

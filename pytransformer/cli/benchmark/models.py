@@ -35,6 +35,7 @@ from pytransformer.ops._core.registry import trace
 
 SCHEMA_VERSION = 1
 EAGER, SDPA, OURS = VARIANTS = ("eager", "sdpa", "pytransformer")
+REGISTERED = "registered"  # ours in attention alone, without `convert`
 MODES = ("forward", "training_step")
 ALLOWED = 2.0  # times the error of eager code
 IGNORED = -100
@@ -65,6 +66,7 @@ class Subject:
 # ---- the models; each returns (model, inputs, labels, mask of real outputs, batch description)
 
 Parts = tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor, str]
+TOKENS = {63: (8, 63, 4), 512: (2, 512, 256)}  # rows, longest and shortest row by Ask.tokens
 
 
 def _tokens(
@@ -82,11 +84,12 @@ def _text(batch: int, length: int, mask: torch.Tensor) -> str:
     return f"{batch} x {length} tokens, {1 - mask.float().mean().item():.0%} padding"
 
 
-def bert(layers: int | None) -> Parts:
+def bert(layers: int | None, tokens: int | None) -> Parts:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(num_hidden_layers=layers or 12)
-    ids, mask = _tokens(8, 128, config.vocab_size, min_length=64)
+    rows, longest, shortest = (8, 128, 64) if tokens is None else TOKENS[tokens]
+    ids, mask = _tokens(rows, longest, config.vocab_size, min_length=shortest)
     labels = ids.masked_fill(
         (torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) > 0.15) | (mask == 0),
         IGNORED,
@@ -95,11 +98,11 @@ def bert(layers: int | None) -> Parts:
         BertForMaskedLM(config),
         {"input_ids": ids, "attention_mask": mask},
         labels,
-        _text(8, 128, mask),
+        _text(rows, longest, mask),
     )
 
 
-def gpt2(layers: int | None) -> Parts:
+def gpt2(layers: int | None, tokens: int | None) -> Parts:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=layers or 12)
@@ -113,7 +116,7 @@ def gpt2(layers: int | None) -> Parts:
     )
 
 
-def t5(layers: int | None) -> Parts:
+def t5(layers: int | None, tokens: int | None) -> Parts:
     from transformers import T5Config, T5ForConditionalGeneration
 
     n = layers or 12
@@ -126,8 +129,9 @@ def t5(layers: int | None) -> Parts:
         num_heads=12,
         decoder_start_token_id=0,
     )
-    ids, mask = _tokens(4, 256, config.vocab_size, min_length=128)
-    target, real = _tokens(4, 64, config.vocab_size, min_length=32)
+    rows, longest, shortest = (4, 256, 128) if tokens is None else TOKENS[tokens]
+    ids, mask = _tokens(rows, longest, config.vocab_size, min_length=shortest)
+    target, real = _tokens(rows, 64, config.vocab_size, min_length=32)
     labels = target.masked_fill(real == 0, IGNORED)
     inputs = {
         "input_ids": ids,
@@ -139,11 +143,11 @@ def t5(layers: int | None) -> Parts:
         T5ForConditionalGeneration(config),
         inputs,
         labels,
-        _text(4, 256, mask) + ", 64 in the target",
+        _text(rows, longest, mask) + ", 64 in the target",
     )
 
 
-def vit(layers: int | None) -> Parts:
+def vit(layers: int | None, tokens: int | None) -> Parts:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(num_hidden_layers=layers or 12, num_labels=1000)
@@ -157,7 +161,7 @@ def vit(layers: int | None) -> Parts:
     )
 
 
-MODELS: dict[str, tuple[str, Callable[[int | None], Parts]]] = {
+MODELS: dict[str, tuple[str, Callable[[int | None, int | None], Parts]]] = {
     "bert": ("BERT-base", bert),
     "gpt2": ("GPT-2", gpt2),
     "t5": ("T5-base", t5),
@@ -167,19 +171,23 @@ MODELS: dict[str, tuple[str, Callable[[int | None], Parts]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One line-up, with a text form for other processes."""
+    """One line-up, with a text form for other processes.
+
+    `tokens` selects other rows of BERT and T5, a key of TOKENS.
+    """
 
     model: str
     dtype: str
     layers: int | None
+    tokens: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.model} {self.dtype} {self.layers or 0}"
+        return f"{self.model} {self.dtype} {self.layers or 0} {self.tokens or 0}"
 
     @staticmethod
     def parse(text: str) -> Ask:
-        model, dtype, layers = text.split()
-        return Ask(model, dtype, int(layers) or None)
+        model, dtype, layers, tokens = text.split()
+        return Ask(model, dtype, int(layers) or None, int(tokens) or None)
 
     @property
     def title(self) -> str:
@@ -192,7 +200,7 @@ def build(text: str) -> Subject:
     ask = Ask.parse(text)
     pt.integrations.transformers.register()
     torch.manual_seed(0)
-    model, inputs, labels, batch = MODELS[ask.model][1](ask.layers)
+    model, inputs, labels, batch = MODELS[ask.model][1](ask.layers, ask.tokens)
     dtype = plan.DTYPES[ask.dtype]
     model.to(dtype).eval()
     inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
@@ -200,7 +208,7 @@ def build(text: str) -> Subject:
 
     @contextlib.contextmanager
     def select(variant: str) -> Iterator[None]:
-        pt.integrations.transformers.switch(model, variant)
+        pt.integrations.transformers.switch(model, OURS if variant == REGISTERED else variant)
         with contextlib.ExitStack() as undo:
             if variant == OURS:
                 undo.callback(pt.integrations.convert(model).revert)
@@ -220,29 +228,38 @@ def build(text: str) -> Subject:
 def measure(
     ask: Ask, seconds: float, with_memory: bool, timed: Sequence[str] = VARIANTS
 ) -> list[dict[str, Any]]:
-    """Return the rows of one model in one dtype; only the variants `timed` have times."""
+    """Return the rows of one model in one dtype; only the variants `timed` have times.
+
+    VARIANTS have rows, and so do others that are timed.
+    """
+    variants = [*VARIANTS, *(v for v in timed if v not in VARIANTS)]
+    mine = [v for v in variants if v not in (EAGER, SDPA)]
     exact = _results(build(str(dataclasses.replace(ask, dtype="float64"))), EAGER)
     subject = build(str(ask))
     pt.clear_fallbacks()
-    errors = {variant: _errors(exact, _results(subject, variant)) for variant in (EAGER, SDPA)}
-    with trace() as record:
-        errors[OURS] = _errors(exact, _results(subject, OURS))
+    errors, records = {}, {}
+    for variant in variants:
+        with trace() as records[variant]:
+            errors[variant] = _errors(exact, _results(subject, variant))
     wrong = {
         variant: f"{what} off by {error:.2g}, eager code by {errors[EAGER][what]:.2g}"
-        for variant in (SDPA, OURS)
+        for variant in (SDPA, *mine)
         for what, error in errors[variant].items()
         if not error <= ALLOWED * errors[EAGER][what]
     }
-    backends = {backend for raw, backend in record if raw.startswith("attention")}
-    if not backends or "reference" in backends:
-        wrong[OURS] = f"attention ran on {', '.join(sorted(backends)) or 'no kernel of ours'}"
-    if fell := [f"{f.op}: {f.reason}" for f in pt.fallbacks()]:
-        wrong[OURS] = f"fell back: {fell[0]}"
+    fell = [f"{f.op}: {f.reason}" for f in pt.fallbacks()]
+    for variant in mine:
+        backends = {backend for raw, backend in records[variant] if raw.startswith("attention")}
+        if not backends or "reference" in backends:
+            ran = ", ".join(sorted(backends)) or "no kernel of ours"
+            wrong[variant] = f"attention ran on {ran}"
+        if fell:
+            wrong[variant] = f"fell back: {fell[0]}"
     peaks = _peaks(ask) if with_memory else {}
     rows = []
     for mode in MODES:
         timings = _timings(subject, mode, [v for v in timed if v not in wrong], seconds)
-        for variant in VARIANTS:
+        for variant in variants:
             timing = timings.get(variant)
             rows.append({
                 "model": ask.title, "batch": subject.batch, "dtype": ask.dtype, "mode": mode,
