@@ -90,4 +90,6 @@ def test_a_model_off_our_kernels_is_wrong(
     reference = {"reference": OPS["attention"].backends["reference"]}
     monkeypatch.setattr(OPS["attention"], "backends", reference)
     assert main(["demo", "--models", "bert", "--seconds", "0"]) == WRONG
-    assert "WRONG: BERT, 2 of 12 layers, 2 x 12: attention ran on reference" in capsys.readouterr().out
+    assert (
+        "WRONG: BERT, 2 of 12 layers, 2 x 12: attention ran on reference" in capsys.readouterr().out
+    )

@@ -32,6 +32,9 @@ from pytransformer.cli.benchmark import (
 from pytransformer.testing import exact_attention
 from pytransformer.testing.patterns import PATTERNS
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "tools"))
+import compare
+
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
 
@@ -328,6 +331,10 @@ def test_saved_bytes_exclude_the_inputs() -> None:
 # ---- compare, on real runs
 
 
+def compared(*folders: str) -> int:
+    return main(folders, compare.build_parser())
+
+
 def _slowed(factor: float):
     """Return our implementations with the forward called several times."""
 
@@ -377,14 +384,12 @@ def test_compare_flags_only_a_slowed_kernel(tmp_path: Path, monkeypatch, capsys)
     for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so drift affects both
         assert main([*what, "--out", str(tmp_path / name)]) == OK
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    assert main(["bench", "compare", a, b]) == OK == main(["bench", "compare", a, b]), (
-        capsys.readouterr().out
-    )
+    assert compared(a, b) == OK == compared(a, b), capsys.readouterr().out
     monkeypatch.setattr(command, "Runner", partial(runner.Runner, find=_slowed(12)))
     assert main([*what, "--out", str(tmp_path / "slow")]) == OK
     capsys.readouterr()
     for _ in range(2):
-        assert main(["bench", "compare", a, str(tmp_path / "slow")]) == WRONG
+        assert compared(a, str(tmp_path / "slow")) == WRONG
         output = capsys.readouterr().out
         assert "slower" in output and "0 better" in output
 
