@@ -35,7 +35,7 @@ class _Command(NamedTuple):
 _COMMANDS = {
     "demo": _Command(
         "pytransformer.cli.demo",
-        "a minute of proof: attention and models, checked and beside PyTorch",
+        "attention and models, checked and timed beside PyTorch, in minutes",
     ),
     "doctor": _Command(
         "pytransformer.cli.doctor", "what works on this machine, and why the rest does not"
