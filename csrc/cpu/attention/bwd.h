@@ -295,9 +295,9 @@ class QueryRows {
     packed* Kt = arena.take<packed>(panel * z.du);
     acc *S = arena.take<acc>(kRows<T> * panel),
         *diagonals = arena.take<acc>(Scores<T>::diagonal_size(kRows<T>, panel));
-    uint8_t *wanted = arena.take<uint8_t>(z.BQ), *live = arena.take<uint8_t>(panel);
+    uint8_t *extreme = arena.take<uint8_t>(z.BQ), *live = arena.take<uint8_t>(panel);
     for (int64_t r = 0; r < x.rows; r++)
-      if ((wanted[r] = huge(m[r]))) m[r] = sink, l[r] = sink != -kInfinity<acc>;
+      if ((extreme[r] = huge(m[r]))) m[r] = sink, l[r] = sink != -kInfinity<acc>;
     const Range keys = sequence.keys();
     const int64_t kv_head = it.h / (p.Hq / p.Hkv);
     const elem* k = static_cast<const elem*>(p.k) + it.b * p.ks.b + kv_head * p.ks.h +
@@ -311,7 +311,7 @@ class QueryRows {
         score_products<T>(rows, z.du, x.Q + r * z.du, Kt, S, panel);
         if (z.table) scores.diagonals(it.h, x.q0 + r, rows, j, n, diagonals);
         for (int64_t e = 0; e < rows; e++) {
-          if (!wanted[r + e]) continue;
+          if (!extreme[r + e]) continue;
           acc* s = S + e * panel;
           const vec top = scores.row(
               it.h, x.q0 + r + e, j, n, x.seen[r + e],
@@ -322,7 +322,7 @@ class QueryRows {
       }
     }
     for (int64_t r = 0; r < x.rows; r++)
-      if (wanted[r]) l[r] = acc(__builtin_log2(double(l[r])));
+      if (extreme[r]) l[r] = acc(__builtin_log2(double(l[r])));
   }
 
   const AttentionProblem& p;

@@ -95,18 +95,19 @@ void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k
 }
 // Multiply rows of a full panel and prefetch k / kTurn<MR> lines. a_k is 1.
 template <class T, int MR, int MODE>
-void kernel_asking(int64_t k, const typename T::packed* a, int64_t a_row,
-                   const typename T::packed* b, typename T::acc* c, int64_t ldc,
-                   const char* lines) {
+void kernel_prefetching(int64_t k, const typename T::packed* a, int64_t a_row,
+                        const typename T::packed* b, typename T::acc* c, int64_t ldc,
+                        const char* lines) {
   kernel_steps<typename T::Dot, MR, kNV, MODE, true>(k, a, a_row, 1, b, c, ldc, nullptr, lines);
 }
 
 template <class T>
-using AskingKernelFn = void (*)(int64_t, const typename T::packed*, int64_t,
-                                const typename T::packed*, typename T::acc*, int64_t, const char*);
+using PrefetchingKernelFn = void (*)(int64_t, const typename T::packed*, int64_t,
+                                     const typename T::packed*, typename T::acc*, int64_t,
+                                     const char*);
 template <class T, int MODE, int... R>
-INLINE AskingKernelFn<T> pick_asking(int64_t rows, std::integer_sequence<int, R...>) {
-  static constexpr AskingKernelFn<T> table[] = {kernel_asking<T, R + 1, MODE>...};
+INLINE PrefetchingKernelFn<T> pick_prefetching(int64_t rows, std::integer_sequence<int, R...>) {
+  static constexpr PrefetchingKernelFn<T> table[] = {kernel_prefetching<T, R + 1, MODE>...};
   return table[rows - 1];
 }
 

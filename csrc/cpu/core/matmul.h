@@ -47,8 +47,9 @@ class Matmul {
   // while rows pass.
   static constexpr int64_t kStrip = kUnitStep<T> > 1 ? 2 * T::width : kWide;
   // The micro-kernel prefetches while it multiplies, and its prefetches cover the next rows of A.
-  static constexpr bool kAsks = kUnitStep<T> == 1 && kTurn<kMR> > 1,
-                        kAsksForRows = kAsks && kTurn<kMR> * kMR * int(sizeof(packed)) <= 64;
+  static constexpr bool kPrefetches = kUnitStep<T> == 1 && kTurn<kMR> > 1,
+                        kPrefetchesRows =
+                            kPrefetches && kTurn<kMR> * kMR * int(sizeof(packed)) <= 64;
 
  public:
   // Multiply M x K by K x N. SUM: add all products into one tile; otherwise each product has a
@@ -303,7 +304,7 @@ class Matmul {
   // Transposed, A holds the weights, which the first panel reads from memory. Then a group of rows
   // takes all of k before the next one, so that the lines to prefetch are contiguous.
   bool by_rows(const Slice& s, int64_t panel) const {
-    return kAsksForRows && transposed_ && panel == 0 && !s.a[0] && p_[0].a.stride == s.depth;
+    return kPrefetchesRows && transposed_ && panel == 0 && !s.a[0] && p_[0].a.stride == s.depth;
   }
 
   // Multiply rows [first, end) of a tile of `rows` rows from m0 by a panel. reads_b: this is the
@@ -369,7 +370,7 @@ class Matmul {
           (last ? next * s.units : n * s.units + (u + depth) * panel_width(s.cols - n));
       constexpr int64_t all = kDepth<T> * kWide, line = 64 / int64_t(sizeof(packed));
       const int64_t by_call = depth / kTurn<kMR> * line, done = row / kMR * by_call;
-      if (kAsks && rows / kMR * by_call + (rows % kMR ? depth * line : 0) >= all)
+      if (kPrefetches && rows / kMR * by_call + (rows % kMR ? depth * line : 0) >= all)
         return done < all ? reinterpret_cast<const char*>(piece + done) : nullptr;
       const int64_t from = row * all / rows, to = (row + count) * all / rows;
       fetch_rows(piece + from, 0, 1, to - from);
@@ -406,12 +407,12 @@ class Matmul {
       for (int64_t r = 0; r < rows; r += kRows<T>) {
         const int64_t count = min<int64_t>(kRows<T>, rows - r);
         const char* lines = j ? nullptr : ahead(r, count);
-        if constexpr (kAsks)
+        if constexpr (kPrefetches)
           if (lines && width == kWide) {
             constexpr auto all = std::make_integer_sequence<int, kMR>();
-            const auto asking = mode == kStore ? pick_asking<T, kStore>(count, all)
-                                               : pick_asking<T, kAdd>(count, all);
-            asking(depth, base + r * row, row, strip, tile + r * kWide + j, kWide, lines);
+            const auto run = mode == kStore ? pick_prefetching<T, kStore>(count, all)
+                                            : pick_prefetching<T, kAdd>(count, all);
+            run(depth, base + r * row, row, strip, tile + r * kWide + j, kWide, lines);
             continue;
           }
         pick<T>(count, width, mode)(depth, base + r * row, row, 1, strip, tile + r * kWide + j,
