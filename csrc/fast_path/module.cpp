@@ -41,6 +41,8 @@ PyMethodDef methods[] = {
     OP(rotary),
     OP(append_kv),
     OP(scaled_dot_product_attention),
+    {"state_of", FAST(state_of_entry), "state_of(module, dicts, functions): see modules.cpp"},
+    {"unchanged", FAST(unchanged_entry), "unchanged(state, module, dicts): see modules.cpp"},
     {"activate", activate, METH_O,
      "activate(replacement): override aten::scaled_dot_product_attention"},
     {"deactivate", deactivate, METH_NOARGS, "end the override"},

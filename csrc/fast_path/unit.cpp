@@ -7,6 +7,7 @@
 #include "layer_norm.cpp"
 #include "memory.cpp"
 #include "module.cpp"
+#include "modules.cpp"
 #include "program.cpp"
 #include "rotary.cpp"
 #include "sdpa.cpp"

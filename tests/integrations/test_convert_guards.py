@@ -139,26 +139,36 @@ CHANGES: dict[str, Callable[[nn.Module, str], bool]] = {
 
 
 def differing(
-    build: Callable[[], nn.Module], call: Callable[[nn.Module], torch.Tensor]
+    build: Callable[[], nn.Module],
+    call: Callable[[nn.Module], torch.Tensor],
+    on_ours: Callable[[], nn.Module] | None = None,
 ) -> tuple[int, list[str]]:
     """Return the numbers of cases and of failures.
 
-    A case fails if the converted model differs from the unconverted one or raises.
+    A case fails if the converted model differs from the unconverted one or raises. The change comes
+    before convert, after it, or after a call, which remembers that the conditions were true. That
+    model is from ``on_ours``, which may build it on our attention.
     """
     cases, wrong = 0, []
     for name, _ in build().named_modules():
         if not name or ".1." in f"{name}.":  # one layer per class
             continue
         for what, change in CHANGES.items():
-            expected_of, before, after = build(), build(), build()
+            expected_of, before, after, called = build(), build(), build(), (on_ours or build)()
             if not change(expected_of, name):
                 continue
-            assert pt.integrations.convert(after).converted
-            change(after, name)
-            change(before, name)
+            for model in (after, called):
+                assert pt.integrations.convert(model).converted
+            outcome(call, called)
+            for model in (after, called, before):
+                change(model, name)
             pt.integrations.convert(before)
             expected = outcome(call, expected_of)
-            for order, model in (("after", after), ("before", before)):
+            for order, model in (
+                ("after", after),
+                ("after a call and", called),
+                ("before", before),
+            ):
                 cases += 1
                 found = outcome(call, model)
                 if isinstance(expected, str) or isinstance(found, str):
@@ -187,7 +197,11 @@ def outcome(call: Callable[[nn.Module], torch.Tensor], model: nn.Module) -> torc
 def test_hugging_face_models_equal_their_unconverted_twins(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
-    cases, wrong = differing(lambda: family.build("eager"), lambda model: model(**inputs).logits)
+    cases, wrong = differing(
+        lambda: family.build("eager"),
+        lambda model: model(**inputs).logits,
+        lambda: family.build("pytransformer"),
+    )
     assert cases > 100 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])
 
 
@@ -221,7 +235,8 @@ def replaceable(model: nn.Module) -> Iterator[tuple[Any, str]]:
     for cls in dict.fromkeys(type(m) for m in model.modules()):
         found.append((cls, "forward"))
         if (rule := find_rule(cls)) is not None:
-            found += [(place.owner, place.name) for place in code.reached(cls, rule.method)]
+            for one in (rule, *rule.also):
+                found += [(place.owner, place.name) for place in code.reached(cls, one.method)]
     return iter(dict.fromkeys(found))
 
 
@@ -243,10 +258,17 @@ def test_replaced_code_in_a_class_or_file_takes_effect(
             continue
         plain_new = lambda *args, own=own, **kwargs: scaled(own(*args, **kwargs))
         wrapper = functools.wraps(own)(lambda *args, new=plain_new, **kwargs: new(*args, **kwargs))
-        for order, new in (("after", wrapper), ("before", wrapper), ("before", plain_new)):
-            model = family.build("eager")
-            if order == "after":
+        for order, new in (
+            ("after", wrapper),
+            ("after a call", wrapper),
+            ("before", wrapper),
+            ("before", plain_new),
+        ):
+            model = family.build("pytransformer" if order == "after a call" else "eager")
+            if order != "before":
                 pt.integrations.convert(model)
+            if order == "after a call":
+                outcome(call, model)
             with monkeypatch.context() as patch:
                 patch.setattr(owner, attribute, new)
                 expected = outcome(call, family.build("eager"))

@@ -170,6 +170,8 @@ def revert(model: torch.nn.Module) -> int:
     changed = [m for m in model.modules() if isinstance(m, Converted)]
     for module in changed:
         module.__class__ = _reverted(type(module))
+        for name in [name for name in vars(module) if name.startswith("_pytransformer_")]:
+            del vars(module)[name]
     return len(changed)
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from ...nn.linear import linear
 from ...ops.layer_norm import rms_norm
+from . import code
 from .modules import (
     add_norm,
     bypass,
@@ -21,12 +23,14 @@ from .modules import (
     feed_forward,
     first_reason,
     fusable_norm,
+    hooked,
     needs,
     probability,
     special_weights,
+    unfusable,
     unhooked,
 )
-from .rules import RULES, Rule, original_class
+from .rules import RULES, Converted, Rule, original_class
 
 
 def _rule(rule: Rule, **models: str) -> None:
@@ -177,14 +181,113 @@ class FeedForwardChunk:
         )[0]
 
 
-def _sublayers_changed(layer: Any) -> str | None:
-    """Return why the layer's network differs from its file's two classes, or None."""
+def weights_wanted(kwargs: dict[str, Any]) -> bool:
+    from ..hugging_face import weights_wanted
+
+    return weights_wanted(kwargs)
+
+
+def runs_on_ours(module: Any) -> bool:
+    """Return whether the module's model uses our attention."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from ..hugging_face import attention_forward
+
+    return ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation) is attention_forward
+
+
+class PostNormLayer:
+    """A whole layer of an encoder, without a call of any inner module."""
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        attend, after = self.attention.self, self.attention.output
+        if (
+            past_key_values is not None
+            or encoder_hidden_states is not None
+            or self.chunk_size_feed_forward
+            or not runs_on_ours(attend)
+            or weights_wanted(kwargs)
+        ):
+            return NotImplemented
+        from ..hugging_face import attention_forward
+
+        heads = (*hidden_states.shape[:-1], -1, attend.attention_head_size)
+        query, key, value = (
+            _project(hidden_states, by).view(heads).transpose(1, 2)
+            for by in (attend.query, attend.key, attend.value)
+        )
+        p = attend.dropout.p if attend.training else 0.0
+        out, _ = attention_forward(
+            attend, query, key, value, attention_mask, p, attend.scaling, **kwargs
+        )
+        p = probability(after.dropout, after.training)
+        x, _ = add_norm(_project(out.flatten(2), after.dense), hidden_states, after.LayerNorm, p)
+        return FeedForwardChunk.feed_forward_chunk(self, x)
+
+
+def _project(x: torch.Tensor, layer: Any) -> torch.Tensor:
+    product = linear if isinstance(layer, Converted) else torch.nn.functional.linear
+    return product(x, layer.weight, layer.bias)
+
+
+# Digests of the forwards of the attention modules that a whole layer bypasses.
+_IN_A_LAYER = {
+    "Attention": ("00372ce79fb3",),
+    "SelfAttention": ("7a8aa0b7fcdf", "089b98687b95"),  # from transformers 5.24
+    "SelfOutput": ("7041c0929031",),
+}
+
+
+def _attention_changed(layer: Any) -> str | None:
+    """Return why a whole layer's attention must be called as modules, or None."""
+    if torch.compiler.is_compiling():  # which would trace the digests, and fuses calls itself
+        return "is compiled"
+    if "feed_forward_chunk" in layer.__dict__:
+        return "has a feed_forward_chunk of its own, set on the instance"
+    outer = layer.attention
+    if (reason := _other_class(layer, Attention=outer)) is not None:
+        return reason
+    attend, after = outer.self, outer.output
+    if (reason := _other_class(layer, SelfAttention=attend, SelfOutput=after)) is not None:
+        return reason
+    for inner, digests in zip((outer, attend, after), _IN_A_LAYER.values()):
+        if code.digest(original_class(inner), "forward") not in digests:
+            return f"has a {type(inner).__name__} whose forward is not one we have checked"
+    return first_reason(
+        hooked(outer, attend, after),
+        unfusable(attend.query, attend.key, attend.value, after.dense),
+        droppable(attend.dropout, after.dropout),
+        fusable_norm(after.LayerNorm),
+    )
+
+
+def _other_class(layer: Any, **inner: Any) -> str | None:
+    """Return which inner module has not the class of this name in the layer's file, or None."""
     name = original_class(layer).__name__.removesuffix("Layer")
-    for inner, ending in ((layer.intermediate, "Intermediate"), (layer.output, "Output")):
-        cls = original_class(inner)
+    for ending, module in inner.items():
+        cls = original_class(module)
         if (cls.__module__, cls.__name__) != (type(layer).__module__, name + ending):
-            return f"has a {type(inner).__name__} where {name}{ending} was expected"
+            return f"has a {type(module).__name__} where {name}{ending} was expected"
     return None
+
+
+def _network_changed(m: Any) -> str | None:
+    """Return why the network of a layer must be called as modules, or None."""
+    return first_reason(
+        _other_class(m, Intermediate=m.intermediate, Output=m.output),
+        needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense),
+        droppable(m.output.dropout),
+        fusable_norm(m.output.LayerNorm),
+        unhooked(m.intermediate, m.output),
+    )
 
 
 _bert = dict(
@@ -207,17 +310,25 @@ _rule(
 )
 _rule(
     Rule(
-        "block", "feed_forward and add_norm", FeedForwardChunk,
-        lambda m: first_reason(
-            _sublayers_changed(m),
-            needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense),
-            droppable(m.output.dropout), fusable_norm(m.output.LayerNorm),
-            unhooked(m.intermediate, m.output),
+        "block",
+        "feed_forward and add_norm",
+        FeedForwardChunk,
+        _network_changed,
+        ("ef0dc32604fb",),
+        "feed_forward_chunk",
+        also=(
+            Rule(
+                "block",
+                "a whole layer",
+                PostNormLayer,
+                lambda m: _attention_changed(m) or _network_changed(m),
+                ("03956bababb0",),
+                by_probe=False,
+            ),
         ),
-        ("ef0dc32604fb",), "feed_forward_chunk",
     ),
     **{model: f"{name}Layer" for model, name in _bert.items()},
-)  # fmt: skip
+)
 
 
 # Rules of full blocks; arguments that only attention reads are passed on unchanged.

@@ -27,10 +27,9 @@ from ...ops._problem.blocks import SIZES
 from ...ops.attention import attention
 from ...ops.block_mask import BlockMask
 from ...ops.options import MaskAndBias
-from .hugging_face_rules import _rule
+from .hugging_face_rules import _rule, weights_wanted
 from .modules import droppable, probability
 from .rules import Converted, Rule, find_rule, update_cache
-from .t5_rules import _weights_wanted
 
 BLOCK = 64  # of Longformer's masks, whose windows are not aligned to blocks
 
@@ -170,7 +169,7 @@ class BlockSparse:
         **kwargs: Any,
     ) -> Any:
         length, size = hidden_states.shape[1], self.block_size
-        if length % size or _weights_wanted(kwargs):
+        if length % size or weights_wanted(kwargs):
             return NotImplemented
         pattern, again = plan(self, length)
 
@@ -281,7 +280,7 @@ class Full:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if _weights_wanted(kwargs):
+        if weights_wanted(kwargs):
             return NotImplemented
         cross, cache = encoder_hidden_states is not None, past_key_values
         if cross and cache is not None and cache.get_seq_length(self.layer_idx) > 0:

@@ -141,20 +141,27 @@ def assumed(classes: list[type]) -> Iterator[None]:
 def unhooked(*modules: nn.Module) -> str | None:
     """Return why these modules must be called, not bypassed, or None.
 
-    Reasons are hooks, a ``forward`` set on the instance or replaced in the class, and special
-    weights.
+    Reasons are those of :func:`hooked` and a ``forward`` replaced in the class.
+    """
+    return hooked(*modules) or first_reason(*(_changed(original_class(m)) for m in modules))
+
+
+def hooked(*modules: nn.Module) -> str | None:
+    """Return what calls of these modules do beside their class's forward, or None.
+
+    Reasons are hooks, a ``forward`` set on the instance, and special weights.
     """
     if _has_any_global_hook():
         return "hooks for all modules are registered, which a fused op would not call"
     for m in modules:
-        hooked = (
+        hooks = (
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
         )
-        if hooked and m not in observed:
+        if hooks and m not in observed:
             return f"has a {type(m).__name__} with hooks, which a fused op would not call"
         if "forward" in m.__dict__:
             return f"has a {type(m).__name__} with a forward of its own, set on the instance"
-        if (reason := _changed(original_class(m)) or special_weights(m)) is not None:
+        if (reason := special_weights(m)) is not None:
             return reason
     return None
 

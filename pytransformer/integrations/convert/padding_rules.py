@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...nn.packing import Packing
-from .hugging_face_rules import _bert, _rule
+from .hugging_face_rules import _bert, _rule, runs_on_ours
 from .rules import Rule
 
 
@@ -46,7 +46,6 @@ def _packing(encoder: Any, x: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -
     """
     from ..hugging_face import collected, weights_wanted
     from ..hugging_face.mask import Mask
-    from .t5_rules import runs_on_ours
 
     if (
         not isinstance(mask, Mask)

@@ -7,16 +7,23 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.modules import module as torch_modules
 
+from ...ops._core import fast_path
 from . import code
 
 KINDS = ("norm", "feed_forward", "attention", "block", "linear")
 ON_REQUEST = ("padding",)  # kinds that change results at padding, which should not be read
+_QUICKLY_CHECKED = ("norm", "linear", "padding")  # kinds whose conditions cost less than a state
+_GLOBAL_HOOKS = tuple(
+    found for name, found in vars(torch_modules).items()
+    if name.startswith("_global_") and isinstance(found, dict)
+)  # fmt: skip
 
 
 class Converted:
@@ -61,6 +68,10 @@ def _rebuild(original: type[torch.nn.Module]) -> torch.nn.Module:
     return torch.nn.Module.__new__(cls)
 
 
+def _unconditional(module: torch.nn.Module) -> None:
+    """Let a rule always apply."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """The conversion of modules of one class.
@@ -77,11 +88,12 @@ class Rule:
     kind: str
     what: str
     mixin: type
-    condition: Callable[[Any], str | None] = lambda module: None
+    condition: Callable[[Any], str | None] = _unconditional
     digests: tuple[str, ...] = ()
     method: str = "forward"
     by_probe: bool = True  # False: the probe cannot compare the mixin with the original method
     newer: Rule | None = None  # for code without one of the digests, as in a later release
+    also: tuple[Rule, ...] = ()  # rules of other methods of the class, by their digests alone
 
     def __post_init__(self) -> None:
         if hasattr(self.mixin, "forward") and self.method != "forward":
@@ -135,11 +147,13 @@ def why_replaced(module: torch.nn.Module) -> str | None:
 @functools.cache
 def _subclass(rule: Rule, original: type) -> type:
     names: dict[str, Any] = {"converted_from": original, "__module__": original.__module__}
-    if hasattr(rule.mixin, rule.method):
-        names["cache_keyword"] = (
-            "cache" if "cache" in _parameters(rule, original) else "past_key_values"
-        )
-        names[rule.method] = guarded(rule, original)
+    for one in (rule, *rule.also):
+        if not hasattr(one.mixin, one.method) or not (one is rule or one.checked(original)):
+            continue
+        names[one.method] = guarded(one, original)
+        if one.method == "forward":
+            renamed = "cache" in _parameters(one, original)
+            names["cache_keyword"] = "cache" if renamed else "past_key_values"
     # Keep the name for printing and for code that checks class names.
     cls = type(original.__name__, (rule.mixin, Converted, original), names)
     if "forward" in vars(cls) and "forward" not in names:
@@ -176,11 +190,25 @@ def guarded(
         old: new for old, new in names.items() if old != new and new in known and old in parameters
     }
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for owner, called, function in bypassed:
-            if getattr(owner, called) is not function:
-                return getattr(original, name)(self, *args, **kwargs)
+    key = f"_pytransformer_{name}"  # of the State in the module's dictionary
+    remembered = condition is not _unconditional and rule.kind not in _QUICKLY_CHECKED
+
+    def holds(self: Any) -> bool:
+        compiled = torch.compiler.is_compiling()
+        state = None if compiled else self.__dict__.get(key)
+        if state is not None and fast_path.entries.unchanged(state, self, _GLOBAL_HOOKS):
+            return True
+        if any(getattr(owner, called) is not function for owner, called, function in bypassed):
+            return False
         if condition(self) is not None:
+            return False
+        if remembered and not compiled and fast_path.why_not() is None:
+            self.__dict__.pop(key, None)  # a copied module has None there, which is no State
+            self.__dict__[key] = _state(self, bypassed)
+        return True
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not holds(self):
             return getattr(original, name)(self, *args, **kwargs)
         # The mixin forwards arguments by name, because positions differ between modules.
         if by_name or (renamed and kwargs):
@@ -195,6 +223,18 @@ def guarded(
         return otherwise(self, *args, **kwargs) if found is NotImplemented else found
 
     return functools.wraps(own)(method)
+
+
+def _state(module: torch.nn.Module, bypassed: Iterable[code.Reached]) -> Any:
+    """Return what a true condition of the module depends on, for the fast path's ``unchanged``.
+
+    It is the dictionaries of all inner modules (hooks, settings, types of weights), their classes'
+    forwards and the bypassed code.
+    """
+    classes: set[Any] = {cls for m in module.modules() for cls in (type(m), original_class(m))}
+    functions = [tuple(place) for place in bypassed]
+    functions += [(cls, "forward", cls.forward) for cls in classes]
+    return fast_path.entries.state_of(module, _GLOBAL_HOOKS, tuple(functions))
 
 
 def update_cache(

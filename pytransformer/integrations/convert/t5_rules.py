@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from .hugging_face_rules import _is_half, _rule
+from .hugging_face_rules import _is_half, _rule, runs_on_ours, weights_wanted
 from .modules import add_norm, bypass, droppable, first_reason, fusable_norm, probability, unhooked
 from .rules import Rule
 
 
 class BiasTable:
-    """Mixin of every T5Attention; layers without a table pass on the bias they receive."""
+    """The table of a T5Attention as its bias; layers without a table pass on what they receive."""
 
     def compute_bias(
         self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
@@ -28,19 +28,12 @@ class BiasTable:
             isinstance(past_seen_tokens, int) and past_seen_tokens + query_length == key_length
         )
         table = self.relative_attention_bias
-        if (
-            by_lengths
-            and runs_on_ours(self)
-            and type(table) is torch.nn.Embedding
-            and unhooked(table) is None
-        ):
-            return table.weight
-        return super().compute_bias(  # type: ignore[misc]
-            query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
-        )
+        if by_lengths and runs_on_ours(self) and type(table) is torch.nn.Embedding:
+            return NotImplemented if unhooked(table) else table.weight
+        return NotImplemented
 
 
-class T5Attention(BiasTable):
+class T5Attention:
     def forward(
         self: Any,
         hidden_states: torch.Tensor,
@@ -59,36 +52,24 @@ class T5Attention(BiasTable):
         return super().forward(hidden_states, mask, key_value_states, position_bias, **kwargs)  # type: ignore[misc]
 
 
-class UMT5Attention(BiasTable):
+class UMT5Attention:
     # Cross-attention adds zeros, and transformers' function of this name must still get them.
     position_bias_is_zero = property(lambda self: not self.has_relative_attention_bias)
 
 
-def _weights_wanted(kwargs: dict[str, Any]) -> bool:
-    from ..hugging_face import weights_wanted
-
-    return weights_wanted(kwargs)
-
-
-def runs_on_ours(module: Any) -> bool:
-    """Return whether the module's model uses our attention."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from ..hugging_face import attention_forward
-
-    return ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation) is attention_forward
-
-
 _TABLE = "attention with the table of biases inside the kernel"
-_rule(
-    Rule("attention", _TABLE, T5Attention, digests=("0c2137f706ba",), by_probe=False),
-    t5="T5Attention",
-    mt5="MT5Attention",
-)
-_rule(
-    Rule("attention", _TABLE, UMT5Attention, digests=("b5ff1ff7e87b",), by_probe=False),
-    umt5="UMT5Attention",
-)
+for _mixin, _digest, _digest_of_bias, _models in (
+    (T5Attention, "0c2137f706ba", "e0e532ed19ad", {"t5": "T5Attention", "mt5": "MT5Attention"}),
+    (UMT5Attention, "b5ff1ff7e87b", "6eaa8bbca484", {"umt5": "UMT5Attention"}),
+):
+    _bias = Rule(
+        "attention", _TABLE, BiasTable, digests=(_digest_of_bias,), method="compute_bias",
+        by_probe=False,
+    )  # fmt: skip
+    _rule(
+        Rule("attention", _TABLE, _mixin, digests=(_digest,), by_probe=False, also=(_bias,)),
+        **_models,
+    )
 
 
 for _digest, _name in (
@@ -113,7 +94,7 @@ class T5Block:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if _is_half(hidden_states) or _weights_wanted(
+        if _is_half(hidden_states) or weights_wanted(
             kwargs
         ):  # transformers collects weights from the sub-layers that this forward bypasses
             return NotImplemented

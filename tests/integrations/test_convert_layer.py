@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole layers of BERT-like encoders: one forward that calls no inner module, or the original."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.integrations.convert import hugging_face_rules as rules
+from support.hugging_face import distance, model_distance_limit
+
+MODELS = ("bert", "roberta", "xlm-roberta", "electra", "camembert")
+LAYERS = 2
+LIMIT = model_distance_limit(torch.float32)
+
+
+def build(name: str, attention: str, **more: Any) -> Any:
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model(
+        name, vocab_size=50, hidden_size=32, embedding_size=32, num_hidden_layers=LAYERS,
+        num_attention_heads=4, intermediate_size=48, max_position_embeddings=40, pad_token_id=0,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation=attention,
+        **more,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return AutoModel.from_config(config).eval()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the products that whole layers compute, four each."""
+    found: list[int] = []
+    own = rules._project
+
+    def project(x: torch.Tensor, layer: Any) -> torch.Tensor:
+        found.append(1)
+        return own(x, layer)
+
+    monkeypatch.setattr(rules, "_project", project)
+    return found
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(1, 19).view(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_layer_equals_eager_forward_and_backward(
+    hugging_face: Any, name: str, products: list[int]
+) -> None:
+    plain, ours = build(name, "eager"), build(name, "pytransformer")
+    pt.integrations.convert(ours)
+    inputs = batch()
+    visible = inputs["attention_mask"].bool()
+    for mode in (False, True):
+        found, expected = (
+            model.train(mode)(**inputs).last_hidden_state[visible] for model in (ours, plain)
+        )
+        assert distance(found, expected) < LIMIT
+    assert len(products) == 2 * 4 * LAYERS
+    for out in (found, expected):
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    expected_of = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    assert grads.keys() == expected_of.keys()
+    grads = {n: g for n, g in grads.items() if "key.bias" not in n}  # zero but for rounding
+    far = {n: d for n, g in grads.items() if not (d := distance(g, expected_of[n])) < LIMIT}
+    assert not far
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"output_attentions": True}, {"output_hidden_states": True}], ids=str
+)
+def test_requested_outputs_equal_eager(
+    hugging_face: Any, keywords: dict[str, bool], products: list[int]
+) -> None:
+    plain, ours = build("bert", "eager"), build("bert", "pytransformer")
+    pt.integrations.convert(ours)
+    with torch.no_grad():
+        found, expected = (model(**batch(), **keywords) for model in (ours, plain))
+    attentions = "output_attentions" in keywords
+    name = "attentions" if attentions else "hidden_states"
+    assert len(found[name]) == LAYERS + (not attentions)
+    assert all(distance(a[0], b[0]) < LIMIT for a, b in zip(found[name], expected[name]))
+    assert not products  # transformers collects them with hooks on inner modules
+
+
+def test_other_calls_run_the_original(hugging_face: Any, products: list[int]) -> None:
+    """Another attention, chunks of the network, cross-attention and caches."""
+    inputs = batch()
+    decoder = {"is_decoder": True, "add_cross_attention": True}
+    memory = {"encoder_hidden_states": torch.randn(2, 5, 32)}
+    for attention, more, keywords in (
+        ("sdpa", {}, {}),
+        ("pytransformer", {"chunk_size_feed_forward": 3}, {}),
+        ("pytransformer", decoder, memory),
+        ("pytransformer", {"is_decoder": True}, {"use_cache": True}),
+    ):
+        plain, ours = build("bert", "eager", **more), build("bert", attention, **more)
+        pt.integrations.convert(ours)
+        with torch.no_grad():
+            found, expected = (m(**inputs, **keywords).last_hidden_state for m in (ours, plain))
+        assert distance(found[0], expected[0]) < LIMIT
+        assert not products
+
+
+def test_adapters_leave_the_network_fused(hugging_face: Any, products: list[int]) -> None:
+    """A wrapped projection ends the whole layer, but not the rule of its network."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2.0 * self.inner(x)
+
+    plain, ours = build("bert", "eager"), build("bert", "pytransformer")
+    for model in (plain, ours):
+        for layer in model.encoder.layer:
+            layer.attention.self.query = Wrapped(layer.attention.self.query)
+    report = pt.integrations.convert(ours)
+    assert ("encoder.layer.0", "BertLayer", "feed_forward and add_norm") in report.converted
+    with torch.no_grad():
+        found, expected = (m(**batch()).last_hidden_state[0] for m in (ours, plain))
+    assert distance(found, expected) < LIMIT and not products
+
+
+def test_linear_layers_stay_pytorchs_unless_converted(
+    hugging_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(
+        rules, "linear", lambda *a: called.append(1) or torch.nn.functional.linear(*a)
+    )
+    for kinds, count in ((("block", "norm"), 0), (("block", "norm", "linear"), 4 * LAYERS)):
+        model = build("bert", "pytransformer")
+        pt.integrations.convert(model, kinds=kinds)
+        called.clear()
+        with torch.no_grad():
+            model(**batch())
+        assert len(called) == count
