@@ -3,8 +3,8 @@
 // (integrations/convert/rules.py).
 //
 // A rule's condition reads hooks, classes, dropouts, weights and settings of a module and of its
-// inner modules. A State describes their dictionaries at a time when the condition was true; while
-// unchanged() finds them equal, the condition need not run again.
+// inner modules. A State describes their dictionaries when the condition ran, and keeps its result;
+// while they are equal, the condition need not run again.
 //
 // A State keeps no weight alive: it describes a tensor by its type, dimensions, dtype and device,
 // and modules and dictionaries by their contents. It holds all other values, and compares them by
@@ -32,6 +32,7 @@ struct Entry {
 struct State {
   PyObject_HEAD std::vector<Entry>* entries;
   std::vector<std::array<PyObject*, 3>>* functions;  // owner, name, function
+  bool result;                                       // of the condition
 };
 
 PyTypeObject* state_type = nullptr;
@@ -158,10 +159,12 @@ bool holds(const std::array<PyObject*, 3>& function) {
 }  // namespace
 
 // Arguments: a module; a tuple of dictionaries outside of modules; a tuple of functions, (owner,
-// name, getattr(owner, name)). Return a State, or None for a module that contains itself.
-FAST_PATH_ENTRY(state_of) {
-  if (count != 3 || !PyTuple_Check(a[1]) || !PyTuple_Check(a[2])) {
-    PyErr_SetString(PyExc_TypeError, "state_of(module, dicts: tuple, functions: tuple)");
+// name, getattr(owner, name)); the condition's result, a bool. Return a State, or None for a module
+// that contains itself.
+FAST_PATH_ENTRY(remember) {
+  if (count != 4 || !PyTuple_Check(a[1]) || !PyTuple_Check(a[2]) || !PyBool_Check(a[3])) {
+    PyErr_SetString(PyExc_TypeError,
+                    "remember(module, dicts: tuple, functions: tuple, result: bool)");
     return nullptr;
   }
   if (!state_type && !make_type()) return nullptr;
@@ -170,6 +173,7 @@ FAST_PATH_ENTRY(state_of) {
   State& state = *reinterpret_cast<State*>(made.ptr());
   state.entries = new std::vector<Entry>,
   state.functions = new std::vector<std::array<PyObject*, 3>>;
+  state.result = a[3] == Py_True;
   const auto keep = [&](const Entry& e) {
     Py_XINCREF(e.key), Py_XINCREF(e.value), Py_XINCREF(e.type);
     state.entries->push_back(e);
@@ -188,10 +192,11 @@ FAST_PATH_ENTRY(state_of) {
   return made.inc_ref().ptr();
 }
 
-// Arguments: a State, and the module and the dictionaries that it was made of.
-FAST_PATH_ENTRY(unchanged) {
+// Arguments: a State, and the module and the dictionaries that it was made of. Return the result,
+// or None if something has changed.
+FAST_PATH_ENTRY(recall) {
   if (count != 3 || !state_type || Py_TYPE(a[0]) != state_type || !PyTuple_Check(a[2]))
-    Py_RETURN_FALSE;
+    Py_RETURN_NONE;
   const State& state = *reinterpret_cast<State*>(a[0]);
   auto entry = state.entries->begin();
   const auto compare = [&](const Entry& e) {
@@ -201,8 +206,9 @@ FAST_PATH_ENTRY(unchanged) {
   bool same = walk.module(a[1]);
   for (Py_ssize_t i = 0; same && i < PyTuple_GET_SIZE(a[2]); i++)
     same = walk.dictionary(PyTuple_GET_ITEM(a[2], i));
-  same = same && std::all_of(state.functions->begin(), state.functions->end(), holds);
-  return PyBool_FromLong(same);
+  if (!same || !std::all_of(state.functions->begin(), state.functions->end(), holds))
+    Py_RETURN_NONE;
+  return PyBool_FromLong(state.result);
 }
 
 }  // namespace pt::fast_path

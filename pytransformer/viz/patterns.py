@@ -101,12 +101,12 @@ def plot_patterns(weights: torch.Tensor, text: Text, *, title: str = "") -> Any:
         check_tokens("plot_patterns", "tokens", text.tokens, len(text.tokens)),
         find_patterns(weights, text),
     )
-    side = 1.4 + 0.19 * len(text.tokens)
-    fig = figure(side * len(found), side + 0.9)
-    for axis, (name, layer, head, score) in zip(
-        fig.subplots(1, len(found), squeeze=False)[0], found
-    ):
-        axis.imshow(
+    side, columns = 1.4 + 0.19 * len(text.tokens), min(len(found), 3)
+    rows = -(-len(found) // columns)
+    fig = figure(side * columns + 0.8, (side + 0.3) * rows + 0.6)
+    axes = list(fig.subplots(rows, columns, squeeze=False).flat)
+    for axis, (name, layer, head, score) in zip(axes, found):
+        image = axis.imshow(
             weights[layer, head].cpu().numpy(),
             vmin=0,
             vmax=1,
@@ -116,6 +116,10 @@ def plot_patterns(weights: torch.Tensor, text: Text, *, title: str = "") -> Any:
         _ticks(axis.xaxis, words, len(text.tokens), rotation=90)
         _ticks(axis.yaxis, words, len(text.tokens))
         axis.tick_params(labelsize=7)
-        axis.set_title(escape_plot(f"{name}\nlayer {layer}, head {head}: {score:.0%}"), fontsize=8)
+        head_of = escape_plot(f"layer {layer}, head {head}: {score:.0%}")
+        axis.set_title(f"{escape_plot(name)}\n{head_of}", fontsize=8)
+    for axis in axes[len(found) :]:
+        axis.set_axis_off()
+    fig.colorbar(image, ax=axes, shrink=0.6, label="weight")
     fig.suptitle(escape_plot(title), fontsize=10)
     return fig

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted module remembers that its condition was true, and notices what may change that.
+"""A converted module remembers its condition's result, and notices what may change it.
 
 csrc/fast_path/modules.cpp compares the state of a module with the remembered one. The sweeps of
 test_convert_guards.py change modules after a call; here are the state's own properties.
@@ -40,12 +40,12 @@ class Holder(nn.Module):
         self.rate, self.name, self.function, self.nothing = 0.123456, "gelu", torch.relu, None
 
 
-def state_of(module: nn.Module) -> Any:
-    return rules._state(module, ())
+def state_of(module: nn.Module, result: bool = True) -> Any:
+    return rules._remembered(module, (), result)
 
 
 def unchanged(state: Any, module: nn.Module) -> bool:
-    return bool(fast_path.entries.unchanged(state, module, rules._GLOBAL_HOOKS))
+    return fast_path.entries.recall(state, module, rules._GLOBAL_HOOKS) is not None
 
 
 def replace_data(module: Holder) -> None:
@@ -113,6 +113,13 @@ def test_hooks_of_all_modules_are_noticed(register: str) -> None:
     assert unchanged(state, module)
 
 
+@pytest.mark.parametrize("result", [False, True])
+def test_the_result_is_remembered(result: bool) -> None:
+    module = Holder()
+    state = state_of(module, result)
+    assert fast_path.entries.recall(state, module, rules._GLOBAL_HOOKS) is result
+
+
 def test_new_values_of_weights_are_no_change() -> None:
     module = Holder()
     state = state_of(module)
@@ -154,7 +161,7 @@ def test_cycles_through_a_state_are_collected() -> None:
 def test_a_module_inside_itself_has_no_state() -> None:
     module = Holder()
     module.inner.append(module.inner)
-    assert fast_path.entries.state_of(module, (), ()) is None
+    assert fast_path.entries.remember(module, (), (), True) is None
 
 
 def test_a_state_of_another_module_is_no_state() -> None:
@@ -202,6 +209,13 @@ def test_a_condition_runs_once_while_nothing_changes(monkeypatch: pytest.MonkeyP
         layer(x)
         layer(x)
         assert len(seen) == 2
+        hook = layer.linear1.register_forward_hook(lambda *_: None)
+        layer(x)
+        layer(x)
+        assert len(seen) == 3  # false is remembered too
+        hook.remove()
+        layer(x)
+        assert len(seen) == 4
 
 
 def test_revert_leaves_no_state() -> None:

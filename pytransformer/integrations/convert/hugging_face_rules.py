@@ -248,7 +248,7 @@ _IN_A_LAYER = {
 
 def _attention_changed(layer: Any) -> str | None:
     """Return why a whole layer's attention must be called as modules, or None."""
-    if torch.compiler.is_compiling():  # which would trace the digests, and fuses calls itself
+    if torch.compiler.is_compiling():  # it would trace the digests, and fuses calls itself
         return "is compiled"
     if "feed_forward_chunk" in layer.__dict__:
         return "has a feed_forward_chunk of its own, set on the instance"

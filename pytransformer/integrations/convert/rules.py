@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -175,7 +175,7 @@ def guarded(
 
     ``otherwise`` replaces the original if the mixin returns NotImplemented.
     """
-    name, condition, parameters = rule.method, rule.condition, _parameters(rule, original)
+    name, parameters = rule.method, _parameters(rule, original)
     own, plain, bypassed = (
         getattr(original, name),
         getattr(rule.mixin, name),
@@ -190,22 +190,7 @@ def guarded(
         old: new for old, new in names.items() if old != new and new in known and old in parameters
     }
 
-    key = f"_pytransformer_{name}"  # of the State in the module's dictionary
-    remembered = condition is not _unconditional and rule.kind not in _QUICKLY_CHECKED
-
-    def holds(self: Any) -> bool:
-        compiled = torch.compiler.is_compiling()
-        state = None if compiled else self.__dict__.get(key)
-        if state is not None and fast_path.entries.unchanged(state, self, _GLOBAL_HOOKS):
-            return True
-        if any(getattr(owner, called) is not function for owner, called, function in bypassed):
-            return False
-        if condition(self) is not None:
-            return False
-        if remembered and not compiled and fast_path.why_not() is None:
-            self.__dict__.pop(key, None)  # a copied module has None there, which is no State
-            self.__dict__[key] = _state(self, bypassed)
-        return True
+    holds = _checked(rule, bypassed)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not holds(self):
@@ -225,16 +210,39 @@ def guarded(
     return functools.wraps(own)(method)
 
 
-def _state(module: torch.nn.Module, bypassed: Iterable[code.Reached]) -> Any:
-    """Return what a true condition of the module depends on, for the fast path's ``unchanged``.
+def _checked(rule: Rule, bypassed: tuple[code.Reached, ...]) -> Callable[[Any], bool]:
+    """Return the check of a module at each call: the condition, and no bypassed function replaced.
 
-    It is the dictionaries of all inner modules (hooks, settings, types of weights), their classes'
-    forwards and the bypassed code.
+    The fast path remembers the result in the module's dictionary. It compares what the result
+    depends on: the dictionaries of all inner modules (hooks, settings, types of weights), their
+    classes' forwards and the bypassed functions.
     """
+    key = f"_pytransformer_{rule.method}"
+    quick = rule.condition is _unconditional or rule.kind in _QUICKLY_CHECKED
+
+    def holds(self: Any) -> bool:
+        remembers = not quick and not torch.compiler.is_compiling()
+        state = self.__dict__.get(key) if remembers else None
+        if state is not None:
+            result: bool | None = fast_path.entries.recall(state, self, _GLOBAL_HOOKS)
+            if result is not None:
+                return result
+        if any(getattr(owner, called) is not function for owner, called, function in bypassed):
+            return False
+        result = rule.condition(self) is None
+        if remembers and fast_path.why_not() is None:
+            self.__dict__.pop(key, None)  # a copied module has None there, which is no State
+            self.__dict__[key] = _remembered(self, bypassed, result)
+        return result
+
+    return holds
+
+
+def _remembered(module: torch.nn.Module, bypassed: tuple[code.Reached, ...], result: bool) -> Any:
     classes: set[Any] = {cls for m in module.modules() for cls in (type(m), original_class(m))}
     functions = [tuple(place) for place in bypassed]
     functions += [(cls, "forward", cls.forward) for cls in classes]
-    return fast_path.entries.state_of(module, _GLOBAL_HOOKS, tuple(functions))
+    return fast_path.entries.remember(module, _GLOBAL_HOOKS, tuple(functions), result)
 
 
 def update_cache(

@@ -48,7 +48,7 @@ class Entries:
     """The C++ entry points; each takes all arguments of the public function, by position.
 
     Each returns NotImplemented for a call that Python must compute. The first call of any of them
-    loads the module and sets all attributes. ``state_of`` and ``unchanged`` serve converted modules
+    loads the module and sets all attributes. ``remember`` and ``recall`` serve converted modules
     (csrc/fast_path/modules.cpp).
     """
 
@@ -63,8 +63,8 @@ class Entries:
     rotary: Callable[..., Any]
     append_kv: Callable[..., Any]
     scaled_dot_product_attention: Callable[..., Any]
-    state_of: Callable[..., Any]
-    unchanged: Callable[..., Any]
+    remember: Callable[..., Any]
+    recall: Callable[..., Any]
 
     def __init__(self) -> None:
         for name in ENTRIES:
