@@ -50,6 +50,14 @@ def transformers(session: nox.Session, transformers: str) -> None:
     test(session, *MODELS)
 
 
+@nox.session(python="3.12")
+def tools(session: nox.Session) -> None:
+    """Adapters, offloading, quantization and embedders around converted models."""
+    others = ("peft", "accelerate", "torchao", "sentence-transformers")
+    install(session, "torch==2.13.0", "transformers==5.23.0", "safetensors", "tokenizers", *others)
+    test(session, "tests/integrations/test_tools.py")
+
+
 @nox.session(python=["3.13"])
 def newest(session: nox.Session) -> None:
     """Everything with the newest release of every dependency, pre-releases included."""
