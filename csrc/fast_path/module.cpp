@@ -41,6 +41,7 @@ PyMethodDef methods[] = {
     OP(rotary),
     OP(append_kv),
     OP(scaled_dot_product_attention),
+    {"post_norm_layer", FAST(post_norm_layer_entry), "a layer without gradient, or NotImplemented"},
     {"remember", FAST(remember_entry),
      "remember(module, dicts, functions, result): see modules.cpp"},
     {"recall", FAST(recall_entry), "recall(state, module, dicts): see modules.cpp"},

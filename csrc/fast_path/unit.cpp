@@ -8,6 +8,7 @@
 #include "memory.cpp"
 #include "module.cpp"
 #include "modules.cpp"
+#include "post_norm_layer.cpp"
 #include "program.cpp"
 #include "rotary.cpp"
 #include "sdpa.cpp"

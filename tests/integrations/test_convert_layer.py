@@ -10,6 +10,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.integrations.convert import hugging_face_rules as rules
+from pytransformer.ops._core import fast_path
 from support.hugging_face import distance, model_distance_limit
 
 MODELS = ("bert", "roberta", "xlm-roberta", "electra", "camembert")
@@ -20,12 +21,12 @@ LIMIT = model_distance_limit(torch.float32)
 def build(name: str, attention: str, **more: Any) -> Any:
     from transformers import AutoConfig, AutoModel
 
-    config = AutoConfig.for_model(
-        name, vocab_size=50, hidden_size=32, embedding_size=32, num_hidden_layers=LAYERS,
+    settings = dict(
+        vocab_size=50, hidden_size=32, embedding_size=32, num_hidden_layers=LAYERS,
         num_attention_heads=4, intermediate_size=48, max_position_embeddings=40, pad_token_id=0,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation=attention,
-        **more,
     )  # fmt: skip
+    config = AutoConfig.for_model(name, **{**settings, **more})
     torch.manual_seed(3)
     return AutoModel.from_config(config).eval()
 
@@ -73,6 +74,115 @@ def test_a_whole_layer_equals_eager_forward_and_backward(
     grads = {n: g for n, g in grads.items() if "key.bias" not in n}  # zero but for rounding
     far = {n: d for n, g in grads.items() if not (d := distance(g, expected_of[n])) < LIMIT}
     assert not far
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Collect whether C++ took each layer without gradient, in one call."""
+    found: list[bool] = []
+    own = fast_path.entries.post_norm_layer
+
+    def entry(*arguments: Any) -> Any:
+        out = own(*arguments)
+        found.append(out is not NotImplemented)
+        return out
+
+    monkeypatch.setattr(fast_path.entries, "post_norm_layer", entry)
+    return found
+
+
+needs_fast_path = pytest.mark.skipif(
+    fast_path.why_not() is not None, reason=f"no C++ fast path: {fast_path.why_not()}"
+)
+
+
+@needs_fast_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 9, 75], ids=lambda n: f"{n} tokens")
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
+@pytest.mark.parametrize("name", ["bert", "electra"])
+def test_one_call_has_the_bits_of_several(
+    hugging_face: Any,
+    name: str,
+    masked: bool,
+    length: int,
+    dtype: torch.dtype,
+    calls: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    activation = "gelu" if name == "bert" else "silu"
+    more = {"max_position_embeddings": 80, "hidden_act": activation}
+    model = build(name, "pytransformer", **more).to(dtype)
+    model.encoder.layer[0].output.LayerNorm.eps = 0.5
+    pt.integrations.convert(model)
+    ids = 1 + torch.arange(3 * length).view(3, length) % 49
+    mask = torch.ones_like(ids)
+    if masked:
+        mask[1, (length + 1) // 2 :] = 0
+    with torch.no_grad():
+        found = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        assert calls == [True] * LAYERS
+        monkeypatch.setattr(fast_path.entries, "post_norm_layer", lambda *_: NotImplemented)
+        expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert torch.equal(found, expected)
+
+
+@needs_fast_path
+def test_one_call_needs_no_gradient_and_no_dropout(hugging_face: Any, calls: list[bool]) -> None:
+    model = build("bert", "pytransformer")
+    pt.integrations.convert(model)
+    model(**batch())
+    assert not calls
+    with torch.no_grad():
+        model(**batch())
+        assert calls == [True] * LAYERS
+        for dropout in (
+            model.encoder.layer[1].attention.output.dropout,
+            model.encoder.layer[1].output.dropout,
+        ):
+            calls.clear()
+            dropout.train().p = 0.5
+            model(**batch())
+            assert calls == [True] * (LAYERS - 1)
+            dropout.eval()
+        calls.clear()
+        with pt.use_backend(attention="reference"):
+            model(**batch())
+        assert True not in calls
+
+
+@needs_fast_path
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "attention.self.query", "attention.self.key", "attention.self.value",
+        "attention.output.dense", "attention.output.LayerNorm", "intermediate.dense",
+        "output.dense", "output.LayerNorm",
+    ],
+)  # fmt: skip
+def test_parameters_of_other_shapes_have_the_outcome_of_eager(
+    hugging_face: Any, inner: str, part: str
+) -> None:
+    """Or they are an error, as a bias of the network without dimensions; never a wrong read."""
+
+    def outcome(attention: str, shape: list[int]) -> torch.Tensor | None:
+        model = build("bert", attention)
+        if attention != "eager":
+            pt.integrations.convert(model)
+        module = model.encoder.layer[0].get_submodule(inner)
+        setattr(module, part, torch.nn.Parameter(torch.full(shape, 0.5)))
+        try:
+            with torch.no_grad():
+                found: torch.Tensor = model(**batch()).last_hidden_state[0]
+        except (RuntimeError, ValueError):
+            return None
+        return found
+
+    old = list(getattr(build("bert", "eager").encoder.layer[0].get_submodule(inner), part).shape)
+    for shape in ([n + 1 for n in old], [n - 1 for n in old], old[1:]):
+        expected, found = outcome("eager", shape), outcome("pytransformer", shape)
+        assert found is None or (expected is not None and distance(found, expected) < LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +254,5 @@ def test_linear_layers_stay_pytorchs_unless_converted(
         model = build("bert", "pytransformer")
         pt.integrations.convert(model, kinds=kinds)
         called.clear()
-        with torch.no_grad():
-            model(**batch())
+        model(**batch())
         assert len(called) == count

@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 
+from ...nn import packed
 from ...nn.linear import linear
+from ...ops._backends.cpu import linear as cpu
+from ...ops._core import fast_path
 from ...ops.layer_norm import rms_norm
 from . import code
 from .modules import (
+    activation_name,
     add_norm,
     bypass,
     droppable,
@@ -217,6 +221,8 @@ class PostNormLayer:
             or weights_wanted(kwargs)
         ):
             return NotImplemented
+        if (found := _in_one_call(self, hidden_states, attention_mask, kwargs)) is not None:
+            return found
         from ..hugging_face import attention_forward
 
         heads = (*hidden_states.shape[:-1], -1, attend.attention_head_size)
@@ -231,6 +237,43 @@ class PostNormLayer:
         p = probability(after.dropout, after.training)
         x, _ = add_norm(_project(out.flatten(2), after.dense), hidden_states, after.LayerNorm, p)
         return FeedForwardChunk.feed_forward_chunk(self, x)
+
+
+def _in_one_call(
+    layer: Any, x: torch.Tensor, mask: Any, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Return the layer's output without gradient and dropout by one call of C++, if it takes it."""
+    from ..hugging_face.mask import Mask
+
+    attend, after, last = layer.attention.self, layer.attention.output, layer.output
+    first = layer.intermediate
+    limits = cpu.faster().get(x.dtype)
+    drops = (
+        (attend.training and attend.dropout.p > 0)
+        or probability(after.dropout, after.training) > 0
+        or probability(last.dropout, last.training) > 0
+    )
+    if limits is None or drops or torch.is_grad_enabled():
+        return None
+    if packed.weights and x.numel() > limits.unpacked * x.shape[-1]:  # it may use packed weights
+        return None
+    if any(value is not None for value in kwargs.values()) or torch.compiler.is_compiling():
+        return None
+    if isinstance(mask, Mask):
+        if mask.causal is not None or mask.lengths is not None or mask.segments is not None:
+            return None
+        if mask.shape[2:] != (x.shape[1], x.shape[1]):
+            return None
+        mask = mask.dense if mask.padding is None else mask.padding
+    projections = (attend.query, attend.key, attend.value, after.dense)
+    ours = all(isinstance(projection, Converted) for projection in projections)
+    found = fast_path.entries.post_norm_layer(
+        x, mask, attend.scaling, attend.attention_head_size,
+        activation_name(first.intermediate_act_fn), after.LayerNorm.eps, last.LayerNorm.eps,
+        limits.inference if ours else 0,
+        (*projections, after.LayerNorm, first.dense, last.dense, last.LayerNorm),
+    )  # fmt: skip
+    return None if found is NotImplemented else found
 
 
 def _project(x: torch.Tensor, layer: Any) -> torch.Tensor:

@@ -48,8 +48,8 @@ class Entries:
     """The C++ entry points; each takes all arguments of the public function, by position.
 
     Each returns NotImplemented for a call that Python must compute. The first call of any of them
-    loads the module and sets all attributes. ``remember`` and ``recall`` serve converted modules
-    (csrc/fast_path/modules.cpp).
+    loads the module and sets all attributes. ``post_norm_layer``, ``remember`` and ``recall`` serve
+    converted modules (csrc/fast_path/modules.cpp).
     """
 
     attention: Callable[..., Any]
@@ -63,6 +63,7 @@ class Entries:
     rotary: Callable[..., Any]
     append_kv: Callable[..., Any]
     scaled_dot_product_attention: Callable[..., Any]
+    post_norm_layer: Callable[..., Any]
     remember: Callable[..., Any]
     recall: Callable[..., Any]
 
