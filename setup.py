@@ -39,7 +39,9 @@ def for_index(text: str, address: str | None) -> str:
     only their text."""
     target = rf"[\1]({address}/blob/v{version()}/\2)" if address else r"\1"
     parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # odd ones are code
-    parts[::2] = [re.sub(r"\[([^]]*)\]\((?!\w+:|#)([^)\s]+)\)", target, part) for part in parts[::2]]
+    parts[::2] = [
+        re.sub(r"\[([^]]*)\]\((?!\w+:|#)([^)\s]+)\)", target, part) for part in parts[::2]
+    ]
     return "".join(parts)
 
 
