@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -33,9 +34,25 @@ def plan() -> native_build.Plan:
     return made
 
 
+def for_index(text: str, address: str | None) -> str:
+    """Return README for a package index: links into the repository absolute, or without an address
+    only their text."""
+    target = rf"[\1]({address}/blob/v{version()}/\2)" if address else r"\1"
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # odd ones are code
+    parts[::2] = [
+        re.sub(r"\[([^]]*)\]\((?!\w+:|#)([^)\s]+)\)", target, part) for part in parts[::2]
+    ]
+    return "".join(parts)
+
+
 class Distribution(setuptools.Distribution):
     """Native code or pure Python: the machine decides, so the question is answered only when a
     command asks it."""
+
+    def parse_config_files(self, *args: object, **options: object) -> None:
+        super().parse_config_files(*args, **options)
+        address = (self.metadata.project_urls or {}).get("Repository")
+        self.metadata.long_description = for_index(self.metadata.long_description, address)
 
     def has_ext_modules(self) -> bool:
         return plan().native

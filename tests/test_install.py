@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pytransformer
 from pytransformer.ops._core import dispatch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,6 +212,36 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
     call(install(wheel, tmp_path / "environment"), "-c", SMOKE, "reference", cwd=tmp_path)
 
 
+def description(source: Path, folder: Path) -> str:
+    """Return the package's description for an index, from the metadata of a source tree."""
+    folder.mkdir()
+    setup = ("setup.py", "-q", "egg_info", "-e", folder)
+    call(sys.executable, *setup, cwd=source, PYTHONSAFEPATH="1", PYTRANSFORMER_CPU="0")
+    (metadata,) = folder.glob("*.egg-info/PKG-INFO")
+    return metadata.read_text(encoding="utf-8").partition("\n\n")[2]
+
+
+@building
+def test_description_has_absolute_links_or_none(tmp_path: Path) -> None:
+    """An index shows README without the repository; [project.urls] names the repository."""
+    source = source_distribution(tmp_path / "sdist")
+    with (source / "README.md").open("a", encoding="utf-8") as file:
+        file.write("\n```python\nrules[0](call)\n```\n")
+    readme = (source / "README.md").read_text(encoding="utf-8")
+    link = re.compile(r"\[([^]]*[^]\d][^]]*)\]\((\w[^)]*)\)")  # no index of code
+    text = description(source, tmp_path / "without")
+    assert text.strip() == link.sub(r"\1", readme).strip()
+    with (source / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write('[project.urls]\nRepository = "https://host.invalid/name"\n')
+    text = description(source, tmp_path / "with")
+    base = f"https://host.invalid/name/blob/v{pytransformer.__version__}/"
+    targets = [target for _, target in link.findall(text)]
+    assert len(targets) > 20
+    assert all(target.startswith(base) for target in targets)
+    assert all((ROOT / target.removeprefix(base)).exists() for target in targets)
+    assert link.sub(r"\1", text) == link.sub(r"\1", readme)
+
+
 @building
 @pytest.mark.slow
 def test_source_distribution_compiles(tmp_path: Path) -> None:
@@ -220,19 +251,6 @@ def test_source_distribution_compiles(tmp_path: Path) -> None:
         source_distribution(tmp_path / "sdist"), tmp_path / "wheel", PYTRANSFORMER_CPU="1", **few
     )
     call(install(wheel, tmp_path / "environment"), "-c", SMOKE, "cpu", cwd=tmp_path)
-
-
-def test_release_workflow_calls_existing_targets() -> None:
-    """Every make target in the workflow exists."""
-    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
-    makefile = (ROOT / "Makefile").read_text()
-    targets = re.findall(r"run: make (\w[\w-]*)", workflow)
-    assert set(targets) == {"test", "wheel"}
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
-    tool = (ROOT / "bench" / "tools" / "wheel.py").read_text()
-    promised = dict(re.findall(r'^(PLATFORM|ARCHS) = "([^"]+)"', tool, re.MULTILINE))
-    assert promised == {"PLATFORM": "2_28", "ARCHS": "sm_80,sm_90a,sm_100,sm_120"}
-    assert all(python in workflow for python in ("3.10", "3.11", "3.12", "3.13"))
 
 
 @building
