@@ -223,35 +223,14 @@ def _say_what_is_missing(console: Console, arguments: argparse.Namespace) -> Non
 
 
 def _show(console: Console, document: dict[str, Any]) -> None:
-    for op, rows in report.by_op(document["rows"]).items():
-        console.heading(op)
-        columns, cells = report.fitting([report.table_row(row) for row in rows], console.width)
-        console.table(columns, cells, right=report.RIGHT)
-    if regimes := report.regime_rows(document["rows"]):
-        console.heading("Burst and sustained")
-        console.table(report.REGIME_COLUMNS, regimes, right=report.REGIME_COLUMNS[5:])
-    if document["not_run"]:
-        console.heading("Not timed, and why")
-        console.table(
-            ("op", "case", "dtype", "mode", "backend", "why"), _grouped(document["not_run"])
-        )
+    for title, columns, cells, right in report.tables(document, console.width):
+        console.heading(title)
+        console.table(columns, cells, right=right)
     lines = report.summary(document["rows"])
     if lines:
         console.heading("Summary")
         console.table(report.SUMMARY_COLUMNS, lines, right=report.SUMMARY_COLUMNS[3:])
         console.print(report.LEGEND.replace("`", ""))
-
-
-def _grouped(entries: list[dict[str, Any]]) -> list[list[str]]:
-    """Return one line per op, backend and reason, with its cases; wrong results come first."""
-    groups: dict[tuple[str, str, str], list[list[str]]] = {}
-    for entry in sorted(entries, key=lambda e: results.STATUSES.index(e["status"]), reverse=True):
-        *row, backend, why = report.refusal_row(entry)
-        groups.setdefault((entry["op"], backend, why), []).append(row)
-    return [
-        [op, *(", ".join(dict.fromkeys(words)) for words in zip(*rows)), backend, why]
-        for (op, backend, why), rows in groups.items()
-    ]
 
 
 def _write(console: Console, document: dict[str, Any], folder: Path, *, draw: bool) -> None:
