@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pytransformer.cli import UsageError
-from pytransformer.cli.benchmark.rows import MODES
-from pytransformer.cli.providers import of_family
+from pytransformer.cli.providers import MODES, of_family
 from pytransformer.testing.cases import APART
 from pytransformer.testing.cases import Case as Case
 from pytransformer.testing.cases import case as case

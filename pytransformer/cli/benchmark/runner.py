@@ -13,10 +13,10 @@ import torch
 
 from pytransformer.cli.benchmark import check, clock, exact, limits, memory, plan
 from pytransformer.cli.benchmark.plan import Step
-from pytransformer.cli.benchmark.rows import ORACLE
 from pytransformer.cli.providers import (
     NAIVE,
     ON_REQUEST,
+    ORACLE,
     PEERS,
     TORCH,
     Prepared,
