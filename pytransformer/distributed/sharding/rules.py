@@ -8,8 +8,8 @@
   Megatron's: ``out = sum_r act(x w1_rᵀ) w2_rᵀ``, with one all-reduce in forward and one of the
   gradient of x in backward; b2 is added once. Source: Shoeybi et al., "Megatron-LM" (2019),
   section 3.
-- Rotary embedding splits by batch, heads or positions. A cache is local to a rank: append_kv accepts
-  local tensors.
+- Rotary embedding splits by batch, heads or positions. append_kv accepts local tensors, because a
+  cache is local to a rank.
 """
 
 from __future__ import annotations
