@@ -21,108 +21,47 @@ _NAMES = "NAME,..."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    # fmt: off: an option in two or three lines
+    # fmt: off
     # problems
     add("ops", nargs="*", metavar="OP", help=f"ops to run (default all): {', '.join(plan.OPS)}")
     add("--quick", action="store_true", help="every op at small shapes, in about a minute")
-    add(
-        "--suite",
-        choices=tuple(suites.SUITES),
+    add("--suite", choices=tuple(suites.SUITES),
         help="a fixed list of problems; aims, under 15 minutes, is what runs when nothing is asked"
-        " for",
-    )
-    add(
-        "--case",
-        type=_words,
-        default=[],
-        metavar=_NAMES,
-        help="cases by name (default: each op's core cases); --list shows them",
-    )
-    add(
-        "--size",
-        choices=("small", "medium", "large"),
-        default="medium",
-        help="shape of the cases (default medium)",
-    )
-    add(
-        "--shape",
-        type=shape,
-        default={},
-        metavar="Lq=4096,...",
-        help="change dimensions of the cases; L is Lq and Lk",
-    )
-    add(
-        "--sweep",
-        type=_sweep,
-        default=[{}],
-        metavar="L=512:4096",
+        " for")
+    add("--case", type=_words, default=[], metavar=_NAMES,
+        help="cases by name (default: each op's core cases); --list shows them")
+    add("--size", choices=("small", "medium", "large"), default="medium",
+        help="shape of the cases (default medium)")
+    add("--shape", type=shape, default={}, metavar="Lq=4096,...",
+        help="change dimensions of the cases; L is Lq and Lk")
+    add("--sweep", type=_sweep, default=[{}], metavar="L=512:4096",
         help="several sizes of a dimension: doubling from:to, or a,b,c; draws speed and memory"
-        " against it",
-    )
-    add(
-        "--dtype",
-        type=_dtypes,
-        metavar=_NAMES,
-        help="float32 (default), bfloat16, float16, float64",
-    )
+        " against it")
+    add("--dtype", type=_dtypes, metavar=_NAMES,
+        help="float32 (default), bfloat16, float16, float64")
     add("--mode", type=_modes, metavar=_NAMES, help="fwd, bwd, fwd+bwd (default fwd,fwd+bwd)")
     # contenders
-    add(
-        "--providers",
-        "--backends",
-        dest="backends",
-        type=_backends,
-        metavar=_NAMES,
+    add("--providers", "--backends", dest="backends", type=_backends, metavar=_NAMES,
         help="who takes part: reference, cpu, triton, cuda (ours), naive, torch (default: these),"
-        f" or also {', '.join(ON_REQUEST)}; all",
-    )
-    add(
-        "--contender",
-        type=_contender,
-        action="append",
-        default=[],
-        metavar="FILE.py",
+        f" or also {', '.join(ON_REQUEST)}; all")
+    add("--contender", type=_contender, action="append", default=[], metavar="FILE.py",
         help="a file of yours with functions named after ops; checked and timed beside the rest"
-        " (may be repeated; docs/benchmarks.md has an example)",
-    )
-    add(
-        "--isa",
-        choices=tuple(ISAS),
-        help="limit our kernels and PyTorch's libraries to an instruction set",
-    )
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the tensors are (default cpu)",
-    )
-    add(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="torch.set_num_threads(N) first (default: leave as it is)",
-    )
+        " (may be repeated; docs/benchmarks.md has an example)")
+    add("--isa", choices=tuple(ISAS),
+        help="limit our kernels and PyTorch's libraries to an instruction set")
+    add("--device", choices=("cpu", "cuda"), default="cpu",
+        help="where the tensors are (default cpu)")
+    add("--threads", type=int, metavar="N",
+        help="torch.set_num_threads(N) first (default: leave as it is)")
     # measurement
-    add(
-        "--min-time",
-        type=float,
-        metavar="S",
-        help=f"seconds of timing for each contender (default 0.3; in a suite {suites.MIN_TIME})",
-    )
-    add(
-        "--sustained",
-        type=float,
-        default=0.0,
-        metavar="S",
+    add("--min-time", type=float, metavar="S",
+        help=f"seconds of timing for each contender (default 0.3; in a suite {suites.MIN_TIME})")
+    add("--sustained", type=float, default=0.0, metavar="S",
         help="also time calls after a rest, and S seconds of calls without one (default 0: not,"
-        " but in a suite)",
-    )
-    add(
-        "--cache",
-        choices=("warm", "cold"),
-        default="warm",
-        help="cold: empty the CPU's caches before each call (default warm; on GPUs always cold)",
-    )
+        " but in a suite)")
+    add("--cache", choices=("warm", "cold"), default="warm",
+        help="cold: empty the CPU's caches before each call (default warm; on GPUs always cold)")
+    # fmt: on
     for name, text in (
         ("verify", "check against float64 before timing (default on)"),
         ("memory", "measure peak memory (default on)"),
@@ -133,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # output
     add("--out", type=Path, metavar="DIR", help="folder (default ./results/bench-<date>)")
     add("--list", action="store_true", help="list the cases and stop")
-    # fmt: on
 
 
 def _words(text: str) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 WORKER = "pytransformer.cli.verify.worker"  # imported by name: it is above this layer
 PREAMBLE = ""  # code that the process runs first; tests inject faults with it
 TIME_UP = "the time was up"
+START_SECONDS = 60.0
 MOST_STARTS = 6  # maximum number of processes per run of jobs
 # The child forces backends and starts no child. Libraries use one thread because checks are small.
 ENVIRONMENT = {"PYTRANSFORMER_VERIFY": "off", "PYTRANSFORMER_STRICT": "0"}
@@ -33,7 +34,6 @@ def run_jobs(
     jobs: Sequence[Line],
     *,
     seconds: float,
-    start_seconds: float = 60.0,
     until: Deadline | None = None,
     told: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
@@ -41,7 +41,7 @@ def run_jobs(
 
     A job that exceeds ``seconds`` has the outcome "hung", and one whose process dies has "crashed";
     a new process runs the rest. Jobs not finished by ``until``, or whose process did not start
-    within ``start_seconds``, are "not checked".
+    within START_SECONDS, are "not checked".
     """
     until = until or Deadline(float("inf"))
     results: list[Line] = []
@@ -55,16 +55,14 @@ def run_jobs(
             found = (_lost(job, "not checked", why) for job in rest)
         else:
             starts += 1
-            found = _one_process(rest, seconds, start_seconds, until)
+            found = _one_process(rest, seconds, until)
         for line in found:
             told(line)
             results.append(line)
     return results
 
 
-def _one_process(
-    jobs: Sequence[Line], seconds: float, start_seconds: float, until: Deadline
-) -> Iterator[Line]:
+def _one_process(jobs: Sequence[Line], seconds: float, until: Deadline) -> Iterator[Line]:
     """Yield at least one result, until the jobs or the process end."""
     try:
         process = subprocess.Popen(
@@ -93,7 +91,7 @@ def _one_process(
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(list(jobs)) + "\n")
             process.stdin.close()
-        if why := _why_not_ready(process, lines, start_seconds, until):
+        if why := _why_not_ready(process, lines, until):
             yield _lost(jobs[0], "not checked", why)
             return
         for job in jobs:
@@ -122,12 +120,12 @@ def _one_process(
 
 
 def _why_not_ready(
-    process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float, until: Deadline
+    process: subprocess.Popen[str], lines: queue.Queue[str], until: Deadline
 ) -> str | None:
     """Wait for the worker's first line, printed after its imports; return an error or None."""
-    text = _answer(lines, Deadline(seconds), until)
+    text = _answer(lines, Deadline(START_SECONDS), until)
     if text is None:
-        return f"the process did not start in {seconds:g} s" if until.left() else TIME_UP
+        return f"the process did not start in {START_SECONDS:g} s" if until.left() else TIME_UP
     return None if text else f"the process did not start: {_how_it_ended(process)}"
 
 
