@@ -284,7 +284,7 @@ w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""
     )
     jobs = [{"do": "test", "device": "cpu", "n": n} for n in range(5)]
     output: list[dict[str, Any]] = []
-    found = checking.run_jobs(jobs, seconds=1.5, told=output.append)
+    found = checking.run_jobs(jobs, seconds=5, told=output.append)
     assert [line["outcome"] for line in found] == [
         "right",
         "crashed",
@@ -300,10 +300,10 @@ w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""
         "a wide problem does not end the process, a lost context does"
     )
     assert [line["outcome"] for line in same] == ["right", "right", "crashed", "right"]
-    late = checking.run_jobs(jobs, seconds=1.5, until=Deadline(0))
+    late = checking.run_jobs(jobs, seconds=5, until=Deadline(0))
     assert {line["outcome"] for line in late} == {"not checked"}
     monkeypatch.setattr(checking, "PREAMBLE", "raise SystemExit(3)")
-    (line,) = checking.run_jobs(jobs[:1], seconds=1.5)
+    (line,) = checking.run_jobs(jobs[:1], seconds=5)
     assert (line["outcome"], line["detail"]) == (
         "not checked",
         "the process did not start: the process ended with code 3",
