@@ -19,7 +19,7 @@ build: install  ## the same; afterwards it compiles only what changed
 demo:  ## install, then see it work: kernels and models checked and timed beside PyTorch
 	@PYTRANSFORMER_CPU_ISAS=native PYTRANSFORMER_CUDA_ARCHS=native $(PYTHON) bench/tools/install.py --extras bench,models,hf
 	$(BIN)/python bench/tools/step_time.py --seconds 2
-	$(BIN)/pytransformer demo
+	$(BIN)/python bench/tools/demo.py
 
 test:  ## install, then the test suite in parts with time budgets (under 40 minutes)
 	@$(PYTHON) tests/run_parts.py

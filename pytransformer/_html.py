@@ -76,7 +76,7 @@ def page(title: object, parts: Iterable[str]) -> str:
     )
 
 
-def bars(values: Sequence[tuple[str, float]], unit: str = "x") -> str:
+def bars(values: Sequence[tuple[str, float]]) -> str:
     """Return horizontal bars of ratios on a log axis, from 1: blue above, vermilion below."""
     left, width, line = 330, 420, 20
     logs = [math.log(value) for _, value in values]
@@ -92,16 +92,15 @@ def bars(values: Sequence[tuple[str, float]], unit: str = "x") -> str:
             f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{text(label)}</text>',
             f'<rect x="{x:.1f}" y="{y}" width="{abs(log) * scale + 1:.1f}" height="{line - 6}"'
             f' fill="{color}"/>',
-            f'<text x="{one + max(log, 0.0) * scale + 6:.1f}" y="{y + 12}">'
-            f"{value:.2f}{text(unit)}</text>",
+            f'<text x="{one + max(log, 0.0) * scale + 6:.1f}" y="{y + 12}">{value:.2f}x</text>',
         ]
     drawn.append(f'<path d="M{one:.1f} 0V{height}" stroke="#333"/></svg>')
     return "".join(drawn)
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers between the limits."""
-    raw = (high - low) / count
+def ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers between the limits."""
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
     step = next(power * s for s in _STEPS if power * s >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)

@@ -84,7 +84,7 @@ def test_import_touches_no_gpu_and_loads_nothing_heavy() -> None:
         import pytransformer
         new = {name.partition(".")[0] for name in set(sys.modules) - before}
         heavy = {
-            "triton", "transformers", "timm", "matplotlib", "rich", "pandas", "tokenizers",
+            "triton", "transformers", "timm", "matplotlib", "pandas", "tokenizers",
             "safetensors", "kernels",
         }
         print(json.dumps([sorted(new & heavy), torch.cuda.is_initialized()]))

@@ -78,10 +78,10 @@ def test_no_kernel_file_without_an_op() -> None:
 
 # Shared files that name an op family, each with its reason; other shared files name none.
 NAMES = {
+    "bench/tools/demo.py": "attention is what it shows",
+    "bench/tools/full_models.py": "attention is what its variants differ in",
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
     "bench/tools/performance.py": "aims for named cases, some with the name of their op",
-    "pytransformer/cli/demo.py": "attention is what it shows",
-    "pytransformer/cli/benchmark/models.py": "attention is what its variants differ in",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
     "tests/support/support/drop_in_table.py": "of drop-in attention",
     "tests/support/support/eager_twin.py": "a module of that name",

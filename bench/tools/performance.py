@@ -71,7 +71,7 @@ COMMANDS = (
         "-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --providers cpu,torch"
         " --out isa-avx2"
     ),
-    "-m pytransformer bench models --layers 2 --seconds 1.5 --out .",
+    "{tools}/full_models.py --layers 2 --seconds 1.5 --out .",
     "{tools}/step_time.py --out step-time.json",
 )
 OURS, PEER = "cpu", "torch"

@@ -17,7 +17,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -26,50 +25,19 @@ class UsageError(Exception):
     """The command cannot be carried out as given; the message states what it got and expected."""
 
 
-class _Command(NamedTuple):
-    module: str
-    summary: str
-
-
-# A command's module has `add_arguments(parser)` and `run(arguments) -> int`.
+# Command -> (module, summary). The module has `add_arguments(parser)` and `run(arguments) -> int`.
 _COMMANDS = {
-    "demo": _Command(
-        "pytransformer.cli.demo",
-        "attention and models, checked and timed beside PyTorch, in minutes",
-    ),
-    "doctor": _Command(
-        "pytransformer.cli.doctor", "what works on this machine, and why the rest does not"
-    ),
-    "explain": _Command(
-        "pytransformer.cli.explain", "which backend one call would use, and why not the others"
-    ),
-    "bench": _Command(
-        "pytransformer.cli.benchmark.command",
-        "speed, memory and error beside PyTorch and naive code",
-    ),
-    "verify": _Command(
-        "pytransformer.cli.verify",
-        "check and time every backend here; the results are stored and used",
-    ),
-    "train": _Command(
-        "pytransformer.cli.train", "train a translator in minutes, or on torchrun's processes"
-    ),
-    "translate": _Command(
-        "pytransformer.cli.translate", "translate a sentence, and draw what each word attended to"
-    ),
-    "attention-map": _Command("pytransformer.cli.attention_map", "draw what a model attended to"),
-}
-
-# Commands of two words, whose modules parse their own arguments: `run(argv) -> int`.
-_DELEGATED = {
-    "bench models": _Command(
-        "pytransformer.cli.benchmark.models", "full models: ours, PyTorch's sdpa and eager code"
-    ),
+    "doctor": ("doctor", "what works on this machine, and why the rest does not"),
+    "explain": ("explain", "which backend one call would use, and why not the others"),
+    "bench": ("benchmark.command", "speed, memory and error beside PyTorch and naive code"),
+    "verify": ("verify", "check and time every backend here; the results are stored and used"),
+    "train": ("train", "train a translator in minutes, or on torchrun's processes"),
+    "translate": ("translate", "translate a sentence, and draw what each word attended to"),
+    "attention-map": ("attention_map", "draw what a model attended to"),
 }
 
 _EPILOG = """\
 examples:
-  pytransformer demo               check ops, time them beside PyTorch
   pytransformer doctor             list the backends that work here
   pytransformer explain attention --case t5_bias --shape B=2,Hq=8,L=1024
   pytransformer bench --quick      time every op; ./results/bench-DATE/
@@ -80,7 +48,7 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of everything except the delegated commands' options."""
+    """Return the parser of every command."""
     from pytransformer import __version__
 
     parser = argparse.ArgumentParser(
@@ -91,19 +59,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pytransformer {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, command in _COMMANDS.items():
-        module = importlib.import_module(command.module)
+    for name, (place, summary) in _COMMANDS.items():
+        module = importlib.import_module(f"pytransformer.cli.{place}")
         sub = commands.add_parser(
             name,
-            help=command.summary,
+            help=summary,
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(run=getattr(module, "run", None))
         module.add_arguments(sub)
-    for name, command in _DELEGATED.items():
-        # run() above handles two-word commands; this entry only lists them
-        commands.add_parser(name, help=command.summary, add_help=False)
     return parser
 
 
@@ -114,9 +79,6 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        for words in (1, 2):
-            if parser is None and (name := " ".join(argv[:words])) in _DELEGATED:
-                return int(importlib.import_module(_DELEGATED[name].module).run(argv[words:]) or OK)
         parser = build_parser() if parser is None else parser
         arguments = parser.parse_args(argv)
         arguments.argv = argv

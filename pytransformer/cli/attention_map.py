@@ -39,43 +39,25 @@ WHICH = ("encoder", "decoder", "cross")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # fmt: off
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a model")
-    parser.add_argument(
-        "text",
-        nargs="?",
-        help="what the model reads, or the image that it looks at; not needed for positions",
-    )
-    parser.add_argument(
-        "--target", metavar="TEXT", help="the decoder's text (default: the translation)"
-    )
-    parser.add_argument(
-        "--second",
-        metavar="TEXT",
-        help="a second sentence, for a model that reads two, as BERT does",
-    )
-    parser.add_argument(
-        "--kind",
-        choices=KINDS,
-        default="gallery",
-        metavar="KIND",
-        help="see above (default %(default)s)",
-    )
-    parser.add_argument(
-        "--which", choices=WHICH, help="attention of which stack (default: cross if there is one)"
-    )
-    parser.add_argument(
-        "--layer", type=int, default=-1, help="for heat and lines (default: the last)"
-    )
-    parser.add_argument(
-        "--head", type=int, help="for heat and lines (default: the mean of the layer's heads)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("attention.png"),
-        metavar="FILE",
-        help=".png or .svg (default %(default)s)",
-    )
+    parser.add_argument("text", nargs="?",
+        help="what the model reads, or the image that it looks at; not needed for positions")
+    parser.add_argument("--target", metavar="TEXT",
+        help="the decoder's text (default: the translation)")
+    parser.add_argument("--second", metavar="TEXT",
+        help="a second sentence, for a model that reads two, as BERT does")
+    parser.add_argument("--kind", choices=KINDS, default="gallery", metavar="KIND",
+        help="see above (default %(default)s)")
+    parser.add_argument("--which", choices=WHICH,
+        help="attention of which stack (default: cross if there is one)")
+    parser.add_argument("--layer", type=int, default=-1,
+        help="for heat and lines (default: the last)")
+    parser.add_argument("--head", type=int,
+        help="for heat and lines (default: the mean of the layer's heads)")
+    parser.add_argument("--out", type=Path, default=Path("attention.png"), metavar="FILE",
+        help=".png or .svg (default %(default)s)")
+    # fmt: on
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,6 @@ from pytransformer.testing.cases import Case, cases
 # The use of each optional library; calling an op needs none of them.
 OPTIONAL = {
     "triton": "the triton backend",
-    "rich": "tables and a progress bar on a terminal (extra `bench`)",
     "matplotlib": "plots of benchmarks (extra `bench`)",
     "transformers": "pytransformer.integrations.transformers (extra `hf`)",
     "timm": "vision models to use the drop-in with",

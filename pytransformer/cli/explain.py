@@ -18,30 +18,18 @@ from pytransformer.console import Console
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    # fmt: off
     add("op", metavar="OP", choices=plan.OPS, help=", ".join(plan.OPS))
     add("--case", metavar="NAME", help="such as causal or t5_bias (default: the op's first case)")
-    add(
-        "--shape",
-        type=options.shape,
-        default={},
-        metavar="Lq=4096,...",
-        help="change dimensions of the case; L is Lq and Lk",
-    )
-    add(
-        "--dtype",
-        choices=sorted(plan.DTYPES),
-        default="float32",
-        metavar="NAME",
-        help="float32 (default), bfloat16, float16, float64",
-    )
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the tensors are (default cpu)",
-    )
+    add("--shape", type=options.shape, default={}, metavar="Lq=4096,...",
+        help="change dimensions of the case; L is Lq and Lk")
+    add("--dtype", choices=sorted(plan.DTYPES), default="float32", metavar="NAME",
+        help="float32 (default), bfloat16, float16, float64")
+    add("--device", choices=("cpu", "cuda"), default="cpu",
+        help="where the tensors are (default cpu)")
     add("--backend", default=None, metavar="NAME", help="explain a call that forces this backend")
     add("--grad", action="store_true", help="the inputs require gradients")
+    # fmt: on
 
 
 def run(arguments: argparse.Namespace) -> int:

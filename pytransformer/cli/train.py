@@ -133,46 +133,29 @@ def add_arguments(
 def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
     """Add the options shared by every task."""
     how = parser.add_argument_group("every task")
-    how.add_argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="batches a step (default %(default)s)",
-    )
-    how.add_argument(
-        "--bf16", action="store_true", help="matrix products and attention in bfloat16"
-    )
+    # fmt: off
+    how.add_argument("--accumulate", type=int, default=1, metavar="N",
+        help="batches a step (default %(default)s)")
+    how.add_argument("--bf16", action="store_true",
+        help="matrix products and attention in bfloat16")
     how.add_argument("--seed", type=int, default=0, help="default %(default)s")
     how.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     how.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     how.add_argument("--out", type=Path, default=out, metavar="DIR", help="default %(default)s")
-    how.add_argument(
-        "--save-every",
-        type=int,
-        default=500,
-        metavar="N",
-        help="steps between checkpoints (default %(default)s)",
-    )
-    how.add_argument(
-        "--mesh", metavar="data=N,context=N,tensor=N",
+    how.add_argument("--save-every", type=int, default=500, metavar="N",
+        help="steps between checkpoints (default %(default)s)")
+    how.add_argument("--mesh", metavar="data=N,context=N,tensor=N",
         help="split torchrun's processes: data groups have different batches; processes of a "
         "group share one and split its sequences (context), or heads, hidden layer and vocabulary "
-        "(tensor) (default: data only)",
-    )  # fmt: skip
-    how.add_argument(
-        "--shard",
-        action="store_true",
-        help="split parameters and optimizer state over the data too (FSDP2)",
-    )
-    how.add_argument(
-        "--timeout", type=float, metavar="SECONDS",
+        "(tensor) (default: data only)")
+    how.add_argument("--shard", action="store_true",
+        help="split parameters and optimizer state over the data too (FSDP2)")
+    how.add_argument("--timeout", type=float, metavar="SECONDS",
         help="max time that a process waits for another; must exceed an evaluation and a "
-        "checkpoint (default 600)",
-    )  # fmt: skip
-    how.add_argument(
-        "--resume", action="store_true", help="resume from the newest checkpoint in --out"
-    )
+        "checkpoint (default 600)")
+    how.add_argument("--resume", action="store_true",
+        help="resume from the newest checkpoint in --out")
+    # fmt: on
 
 
 def _run(task: Any, kind: type[Run], arguments: argparse.Namespace) -> int:

@@ -37,49 +37,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_held_out(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--held-out",
-        type=Path,
-        metavar="FILE",
-        help="pairs to check with (default: one in 20 of --data)",
-    )
+    group.add_argument("--held-out", type=Path, metavar="FILE",
+        help="pairs to check with (default: one in 20 of --data)")  # fmt: skip
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the options of model and training."""
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--preset", choices=["notes-small", "notes"], default="notes-small",
+    # fmt: off
+    model.add_argument("--preset", choices=["notes-small", "notes"], default="notes-small",
         help="notes: head dim equal to the model's width, 4 layers, no label smoothing "
-        "(default %(default)s)",
-    )  # fmt: skip
-    model.add_argument(
-        "--layers", type=int, help="of encoder and decoder each (default 2; of notes 4)"
-    )
-    model.add_argument(
-        "--width", type=int, default=128, help="d_model, a multiple of 8 (default %(default)s)"
-    )
-    model.add_argument(
-        "--vocabulary",
-        type=int,
-        default=7000,
-        help="tokens a language at most (default %(default)s)",
-    )
+        "(default %(default)s)")
+    model.add_argument("--layers", type=int,
+        help="of encoder and decoder each (default 2; of notes 4)")
+    model.add_argument("--width", type=int, default=128,
+        help="d_model, a multiple of 8 (default %(default)s)")
+    model.add_argument("--vocabulary", type=int, default=7000,
+        help="tokens a language at most (default %(default)s)")
+    # fmt: on
     how = parser.add_argument_group("training")
+    # fmt: off
     how.add_argument("--steps", type=int, help="default 1500")
-    how.add_argument(
-        "--epochs",
-        type=int,
-        help="instead of --steps; each reports loss and masked accuracy, and is plotted",
-    )
+    how.add_argument("--epochs", type=int,
+        help="instead of --steps; each reports loss and masked accuracy, and is plotted")
     how.add_argument("--batch", type=int, default=64, help="pairs in a batch (default %(default)s)")
-    how.add_argument(
-        "--warmup",
-        type=int,
-        default=300,
-        help="steps until the highest learning rate (default %(default)s)",
-    )
+    how.add_argument("--warmup", type=int, default=300,
+        help="steps until the highest learning rate (default %(default)s)")
     how.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
+    # fmt: on
 
 
 def _plan(arguments: argparse.Namespace, pairs: int, processes: int) -> tuple[Any, Any]:

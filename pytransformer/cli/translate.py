@@ -23,32 +23,20 @@ DEFAULT_OUT = Path("results") / "translate"  # the default of `pytransformer tra
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "text", nargs="*", help="sentences; none: the lines of standard input, without pictures"
-    )
-    parser.add_argument(
-        "--model", type=Path, default=DEFAULT_OUT, metavar="DIR", help="default %(default)s"
-    )
-    parser.add_argument(
-        "--beams",
-        type=int,
-        default=4,
-        help="hypotheses of beam search, 1 for greedy (default %(default)s)",
-    )
-    parser.add_argument(
-        "--map",
-        type=Path,
-        metavar="FILE",
-        help="picture of the cross-attention, .png or .svg (default: attention.png in --model)",
-    )
+    # fmt: off
+    parser.add_argument("text", nargs="*",
+        help="sentences; none: the lines of standard input, without pictures")
+    parser.add_argument("--model", type=Path, default=DEFAULT_OUT, metavar="DIR",
+        help="default %(default)s")
+    parser.add_argument("--beams", type=int, default=4,
+        help="hypotheses of beam search, 1 for greedy (default %(default)s)")
+    parser.add_argument("--map", type=Path, metavar="FILE",
+        help="picture of the cross-attention, .png or .svg (default: attention.png in --model)")
     parser.add_argument("--no-map", action="store_true", help="draw no picture")
-    parser.add_argument(
-        "--layer",
-        type=int,
-        default=-1,
-        help="layer drawn, the mean of its heads (default the last)",
-    )
+    parser.add_argument("--layer", type=int, default=-1,
+        help="layer drawn, the mean of its heads (default the last)")
     parser.add_argument("--head", type=int, help="draw this head alone")
+    # fmt: on
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,14 +13,26 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from ._block_lists import MaskMod, Shape, assemble, band, combine, counts, evaluate, part, stripes
-from ._block_picture import picture
+from ._block_lists import (
+    MaskMod,
+    Shape,
+    assemble,
+    band,
+    block_states,
+    combine,
+    counts,
+    evaluate,
+    part,
+    stripes,
+)
 from ._problem.blocks import FULL, SIZES, Blocks, check_blocks, visible_block_pairs
 
 BLOCK_SIZE = {"cuda": 128}  # a tile of the GPU kernels and of FlexAttention
 BLOCK_SIZE_ELSEWHERE = 64  # a panel of keys of the CPU kernels
 _FLEX = "torch.nn.attention.flex_attention"
 _CACHE = "_pytransformer_block_mask"
+ROWS, COLUMNS = 16, 32  # maximum number of characters of a picture
+SHADES = " ░▒▓█"
 
 
 class BlockMask:
@@ -344,7 +356,7 @@ class BlockMask:
         partial = self.blocks.bits.shape[0]
         return (
             f"BlockMask(shape={self.shape}, blocks of {rows} x {keys}: {self.share:.1%} run,"
-            f" {partial} of them hide some pairs, {self.device})\n{picture(self.blocks)}"
+            f" {partial} of them hide some pairs, {self.device})\n{_picture(self.blocks)}"
         )
 
     def _combined(self, other: Self, how: str) -> Self:
@@ -393,3 +405,24 @@ def _naturals(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise ValueError(f"BlockMask: {name} must be ints of at least 0, got {tuple(numbers)}")
     return tuple(numbers)
+
+
+def _picture(blocks: Blocks) -> str:
+    """Return a picture of the first batch element and head.
+
+    A character covers one or more blocks and is darker if more of its pairs are visible. A partial
+    block counts as half.
+    """
+    down, across = blocks.offsets.shape[2] - 1, blocks.key_offsets.shape[2] - 1
+    if not down or not across:
+        return ""
+    tall, wide = -(-down // ROWS), -(-across // COLUMNS)
+    weight = torch.zeros(-(-down // tall), -(-across // wide))
+    for amount, (q, k) in zip((1.0, 0.5), block_states(blocks)):
+        weight.index_put_((q.cpu() // tall, k.cpu() // wide), torch.tensor(amount), accumulate=True)
+    rows = torch.full((weight.shape[0],), float(tall))
+    rows[-1] = down - tall * (weight.shape[0] - 1)
+    columns = torch.full((weight.shape[1],), float(wide))
+    columns[-1] = across - wide * (weight.shape[1] - 1)
+    shade = (weight / (rows[:, None] * columns) * (len(SHADES) - 1)).ceil().long()
+    return "\n".join("".join(SHADES[n] for n in line) for line in shade.tolist())

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -121,6 +121,58 @@ class Case:
     def bytes(self, dtype: torch.dtype, direction: str = "fwd") -> int:
         """Return the min memory traffic with everything stored in `dtype`."""
         return int(dtype.itemsize * _of(self.work(self.shape).elements, direction))
+
+
+@dataclass
+class Problem:
+    """One call of an op of rows with its upstream gradients, for the exact solutions.
+
+    `data` names the distribution, `layouts` the memory of each tensor, `wanted` the tensors with a
+    gradient, `features` what a fuzzer drew, and `dims` the number of normalized dimensions.
+    """
+
+    op: str
+    dtype: torch.dtype
+    data: str
+    tensors: dict[str, torch.Tensor]  # the arguments, and grad_* of each output
+    layouts: dict[str, str]
+    keywords: dict[str, Any]
+    wanted: list[str]
+    features: set[str] = field(default_factory=set)
+    dims: int = 1
+
+    @staticmethod
+    def of_call(
+        op: str,
+        named: Mapping[str, Any],
+        grads: Sequence[torch.Tensor] | None,
+        tensors: Sequence[str],
+        keywords: Sequence[str],
+    ) -> Problem:
+        """Return the problem of a call with these arguments, of which some are tensors."""
+        given = {name: named[name] for name in tensors if named.get(name) is not None}
+        given |= dict(zip(("grad_out", "grad_residual_out"), grads or ()))
+        chosen = {name: named[name] for name in keywords if name in named}
+        return Problem(op, named[tensors[0]].dtype, "zero_mean", given, {}, chosen, [])
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Return the dtype of the residual, or of x without one."""
+        return self.tensors["residual"].dtype if "residual" in self.tensors else self.dtype
+
+    @property
+    def coarse_dtype(self) -> torch.dtype:
+        return max(self.dtype, self.stream_dtype, key=lambda d: torch.finfo(d).eps)
+
+    def __str__(self) -> str:
+        shapes = ", ".join(
+            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
+            for n, t in self.tensors.items()
+        )
+        return (
+            f"{self.op} over {self.dims} dims, {self.data} data, {self.keywords}, gradients of"
+            f" {self.wanted}: {shapes}"
+        )
 
 
 def _of(both: tuple[float, float], direction: str) -> float:

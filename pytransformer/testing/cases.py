@@ -20,44 +20,14 @@ from .case import leaves as leaves
 from .kits import kits, ops
 
 APART = "apart"  # the tag of cases with separate tests; verify and benchmarks request them
+DIMENSIONS = ("B", "Hq", "Hkv", "Lq", "Lk", "D", "rows", "d", "hidden", "classes")
 SIZES: dict[str, dict[str, int]] = {
-    # Odd lengths give every tile a tail.
-    "small": {
-        "B": 2,
-        "Hq": 4,
-        "Hkv": 4,
-        "Lq": 67,
-        "Lk": 67,
-        "D": 32,
-        "rows": 37,
-        "d": 96,
-        "hidden": 200,
-        "classes": 131,
-    },
-    "medium": {
-        "B": 2,
-        "Hq": 8,
-        "Hkv": 8,
-        "Lq": 512,
-        "Lk": 512,
-        "D": 64,
-        "rows": 1024,
-        "d": 512,
-        "hidden": 2048,
-        "classes": 4096,
-    },
-    "large": {
-        "B": 1,
-        "Hq": 16,
-        "Hkv": 16,
-        "Lq": 2048,
-        "Lk": 2048,
-        "D": 64,
-        "rows": 8192,
-        "d": 1024,
-        "hidden": 4096,
-        "classes": 32000,
-    },
+    name: dict(zip(DIMENSIONS, sizes))
+    for name, sizes in {
+        "small": (2, 4, 4, 67, 67, 32, 37, 96, 200, 131),  # odd lengths give every tile a tail
+        "medium": (2, 8, 8, 512, 512, 64, 1024, 512, 2048, 4096),
+        "large": (1, 16, 16, 2048, 2048, 64, 8192, 1024, 4096, 32000),
+    }.items()
 }
 
 

@@ -20,17 +20,9 @@ from . import oracle
 PAIRS = 1 << 21
 # A row is an independent problem only if scores depend on nothing except these arguments.
 ROWWISE = {
-    "query",
-    "key",
-    "value",
-    "causal",
-    "window",
-    "global_keys",
-    "scale",
-    "softcap",
-    "key_lengths",
+    "query", "key", "value", "causal", "window", "global_keys", "scale", "softcap", "key_lengths",
     "query_lengths",
-}
+}  # fmt: skip
 
 
 def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> torch.Tensor | None:

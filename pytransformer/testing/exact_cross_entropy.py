@@ -29,41 +29,18 @@ docs/accuracy.md has the errors of PyTorch's kernels and ours.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import bounds, oracle
+from .case import Problem
 
 LIMITS: bounds.Limits = {
     **bounds.LIMITS,
     torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 6.0)},
 }
-
-
-@dataclass
-class Problem:
-    """One call, its upstream gradient, and its features."""
-
-    dtype: torch.dtype
-    data: str
-    tensors: dict[str, Tensor]  # x, weight, target, bias, class_weight; grad_out
-    layouts: dict[str, str]
-    keywords: dict[str, Any]
-    wanted: list[str]
-    features: set[str] = field(default_factory=set)
-
-    def __str__(self) -> str:
-        shapes = ", ".join(
-            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
-            for n, t in self.tensors.items()
-        )
-        return (
-            f"linear_cross_entropy, {self.data} data, {self.keywords}, gradients of {self.wanted}:"
-            f" {shapes}"
-        )
 
 
 @dataclass

@@ -18,13 +18,12 @@ sums, and L = 1.13 is the max slope of an activation (and bounds its curvature):
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import bounds, oracle
+from .case import Problem
 from .exact_layer_norm import column_keep
 
 TAG = 0x80000002
@@ -35,28 +34,6 @@ LIMITS: bounds.Limits = {
     **dict.fromkeys((torch.bfloat16, torch.float16), _HALF),
     torch.float32: {"zero_mean": (1.0, 2.0), "any": (4.0, 2.0)},
 }
-
-
-@dataclass
-class Problem:
-    """One call, its upstream gradient, and its features."""
-
-    dtype: torch.dtype
-    data: str
-    tensors: dict[str, Tensor]  # x, w1, b1, w2, b2, gate_weight, gate_bias, grad_out
-    layouts: dict[str, str]
-    keywords: dict[str, Any]
-    wanted: list[str]
-    features: set[str] = field(default_factory=set)
-
-    def __str__(self) -> str:
-        shapes = ", ".join(
-            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
-            for n, t in self.tensors.items()
-        )
-        return (
-            f"feed_forward, {self.data} data, {self.keywords}, gradients of {self.wanted}: {shapes}"
-        )
 
 
 def _activation(name: str, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,52 +19,18 @@ dropout(x) separately.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import bounds, oracle
+from .case import Problem
 
 TAG = 0x80000001
 LIMITS: bounds.Limits = {
     **bounds.LIMITS,
     torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 8.0)},
 }
-
-
-@dataclass
-class Problem:
-    """One call, its upstream gradients, and its features."""
-
-    op: str
-    dtype: torch.dtype
-    dims: int
-    data: str
-    tensors: dict[str, Tensor]  # x, residual, weight, bias; grad_out, grad_residual_out
-    layouts: dict[str, str]
-    keywords: dict[str, Any]
-    wanted: list[str]
-    features: set[str] = field(default_factory=set)
-
-    def __str__(self) -> str:
-        shapes = ", ".join(
-            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
-            for n, t in self.tensors.items()
-        )
-        return (
-            f"{self.op} over {self.dims} dims, {self.data} data, {self.keywords}, gradients of"
-            f" {self.wanted}: {shapes}"
-        )
-
-    @property
-    def rms(self) -> bool:
-        return self.op == "rms_norm" or self.keywords.get("kind") == "rms"
-
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        return self.tensors["residual"].dtype if "residual" in self.tensors else self.dtype
 
 
 def keep_factor(problem: Problem) -> Tensor | float:
@@ -100,9 +66,9 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
     """Return every result in float64 with its S; `stored` is our residual_out, the norm's input."""
     t = {n: v.double() for n, v in problem.tensors.items()}
     factor = keep_factor(problem)
-    coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
+    rms = problem.op == "rms_norm" or problem.keywords.get("kind") == "rms"
     work = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    ratio = torch.finfo(work).eps / torch.finfo(coarse).eps
+    ratio = torch.finfo(work).eps / torch.finfo(problem.coarse_dtype).eps
     out: dict[str, oracle.Result] = {}
 
     def put(name: str, value: Tensor, size: Tensor, gradient: bool, dtype: torch.dtype) -> None:
@@ -126,10 +92,10 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
     eps = problem.keywords.get("eps")
     if eps is None:
         eps = torch.finfo(problem.stream_dtype).eps if problem.op == "rms_norm" else 1e-5
-    mean = torch.zeros(()) if problem.rms else h.mean(over, keepdim=True)
+    mean = torch.zeros(()) if rms else h.mean(over, keepdim=True)
     rstd = ((h - mean).square().mean(over, keepdim=True) + eps).rsqrt()
     xhat = (h - mean) * rstd
-    m = 0.0 if problem.rms else rstd * h.abs().mean(over, keepdim=True)
+    m = 0.0 if rms else rstd * h.abs().mean(over, keepdim=True)
     weight, bias = t.get("weight", torch.ones(())), t.get("bias", torch.zeros(()))
     name = "normed" if problem.op == "add_norm" else "out"
     put(
@@ -144,11 +110,11 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
     stream = t.get("grad_residual_out", torch.zeros_like(h))
     g = dy * weight
     gx = (g * xhat).mean(over, keepdim=True)
-    gm = torch.zeros(()) if problem.rms else g.mean(over, keepdim=True)
+    gm = torch.zeros(()) if rms else g.mean(over, keepdim=True)
     gx_size, gm_size = (g * xhat).abs().mean(over, keepdim=True), g.abs().mean(over, keepdim=True)
     dh = rstd * (g - gm - xhat * gx) + stream
     size = g.abs() + xhat.abs() * gx_size + ratio * m * (gx_size + xhat.abs() * gm_size)
-    size = rstd * (size if problem.rms else size + gm_size) + stream.abs()
+    size = rstd * (size if rms else size + gm_size) + stream.abs()
     put("residual", dh, size, True, problem.stream_dtype)
     dropped = torch.as_tensor(factor) == 0
     put(

@@ -15,13 +15,13 @@ there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import bounds, oracle
+from .case import Problem
 
 LIMITS: bounds.Limits = {
     **bounds.LIMITS,
@@ -30,27 +30,6 @@ LIMITS: bounds.Limits = {
     torch.float32: {"zero_mean": (4.0, 4.0), "any": (4.0, 6.0)},
 }
 FILL = 7.0  # initial contents of caches
-
-
-@dataclass
-class Problem:
-    """One call, its upstream gradient, and its features."""
-
-    op: str
-    dtype: torch.dtype
-    data: str
-    tensors: dict[str, Tensor]  # the arguments; key_cache, value_cache, page_table; grad_out
-    layouts: dict[str, str]
-    keywords: dict[str, Any]
-    wanted: list[str]
-    features: set[str] = field(default_factory=set)
-
-    def __str__(self) -> str:
-        shapes = ", ".join(
-            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
-            for n, t in self.tensors.items()
-        )
-        return f"{self.op}, {self.data} data, {self.keywords}, gradients of {self.wanted}: {shapes}"
 
 
 def turning(p: Problem) -> Any:

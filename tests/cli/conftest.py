@@ -88,7 +88,7 @@ def cli(
 
 @pytest.fixture
 def hide(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, str]]:
-    """Return `hide("rich")`: the environment in which these modules are not importable."""
+    """Return `hide("matplotlib")`: the environment in which these modules are not importable."""
 
     def changes(*modules: str) -> dict[str, str]:
         folder = tmp_path / "site"

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer demo`: its output, and exit code 1 for wrong results."""
+"""bench/tools/demo.py: its output, and exit code 1 for wrong results."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from pytransformer.cli import OK, WRONG, demo, main
-from pytransformer.cli.benchmark import models
+from pytransformer.cli import OK, WRONG, main
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "tools"))
+import demo
+import full_models as models
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -36,9 +41,13 @@ def bert(layers: int | None, tokens: int | None) -> models.Parts:
     return BertForMaskedLM(config), inputs, ids.masked_fill(mask == 0, models.IGNORED), "2 x 12"
 
 
+def run_demo(arguments: list[str]) -> int:
+    return main(arguments, parser=demo.build_parser())
+
+
 def test_demo_ends_with_fastest_slowest_and_no_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    assert main(["demo", "--models", "bert", "--seconds", "0"]) == OK
+    assert run_demo(["--models", "bert", "--seconds", "0"]) == OK
     lines = capsys.readouterr().out.splitlines()
     assert (
         lines[-2].startswith("Fastest: ")
@@ -64,7 +73,7 @@ def test_wrong_attention_ends_demo_with_exit_code_1(
         return prepare(self, step, problem, prepared, peer=peer)
 
     monkeypatch.setattr(demo.Runner, "_judge", wrong)
-    assert main(["demo", "--models"]) == WRONG
+    assert run_demo(["--models"]) == WRONG
     assert "WRONG: attention causal" in capsys.readouterr().out
 
 
@@ -75,7 +84,7 @@ def test_demo_without_kernels_times_no_attention(
     monkeypatch.setattr(
         demo.pt, "explain", lambda *_: dataclasses.replace(explanation, backend="torch")
     )
-    assert main(["demo", "--models"]) == OK
+    assert run_demo(["--models"]) == OK
     assert "no kernels are built here" in capsys.readouterr().out
 
 
@@ -89,7 +98,7 @@ def test_a_model_off_our_kernels_is_wrong(
 
     reference = {"reference": OPS["attention"].backends["reference"]}
     monkeypatch.setattr(OPS["attention"], "backends", reference)
-    assert main(["demo", "--models", "bert", "--seconds", "0"]) == WRONG
+    assert run_demo(["--models", "bert", "--seconds", "0"]) == WRONG
     assert (
         "WRONG: BERT, 2 of 12 layers, 2 x 12: attention ran on reference" in capsys.readouterr().out
     )

@@ -30,7 +30,7 @@ def wrong(problem: fuzz_layer_norm.Problem) -> list[str]:
         torch.empty(0),
         torch.empty(0),
     )
-    coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
+    coarse = problem.coarse_dtype
     checks = bounds.check(
         solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any"
     )

@@ -10,7 +10,7 @@ import torch
 from named import Named
 
 import pytransformer as pt
-from pytransformer.testing.exact_cross_entropy import Problem
+from pytransformer.testing.case import Problem
 from support import fuzz_cross_entropy
 
 RAW_OP = "cross_entropy_fwd"
@@ -46,9 +46,9 @@ def problem(
     if wanted is None:
         wanted = [n for n in tensors if n not in fuzz_cross_entropy.NO_GRADIENT]
     tensors["grad_out"] = torch.randn((rows,) if keywords.get("reduction") == "none" else ())
-    return Problem(
-        dtype, "zero_mean", tensors, dict.fromkeys(tensors, layout), keywords, list(wanted)
-    )
+    layouts = dict.fromkeys(tensors, layout)
+    op = "linear_cross_entropy"
+    return Problem(op, dtype, "zero_mean", tensors, layouts, keywords, list(wanted))
 
 
 # Tiles of 128 rows and 256 classes, or 128 if these are few, steps of 64. Emulated, forward

@@ -11,7 +11,7 @@ import torch
 from named import Named
 
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.exact_feed_forward import Problem
+from pytransformer.testing.case import Problem
 from support import fuzz_feed_forward
 
 RAW_OP = "hidden_fwd"
@@ -50,6 +50,7 @@ def problem(
     wanted = list(names if wanted is None else wanted)
     tensors["grad_out"] = torch.randn(rows, out, dtype=F64).to(dtype)
     return Problem(
+        "feed_forward",
         dtype,
         "zero_mean",
         tensors,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.exact_layer_norm import Problem
+from pytransformer.testing.case import Problem
 from support import fuzz_layer_norm
 
 RAW_OP = "layer_norm_fwd"
@@ -59,9 +59,8 @@ def problems() -> Iterator[Problem]:
             keywords = {"kind": kind} | (
                 {"dropout_p": p, "dropout_seed": random.Random(number).getrandbits(63)} if p else {}
             )
-        problem = Problem(
-            op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, expected
-        )
+        layouts = dict.fromkeys(tensors, "contiguous")
+        problem = Problem(op, x, "zero_mean", tensors, layouts, keywords, expected)
         yield problem
         if number == 0:  # rows that do not begin at a multiple of 16 bytes
             yield replace(problem, layouts=problem.layouts | {"x": "offset"})
@@ -93,7 +92,7 @@ def wrong(problem: Problem) -> list[str]:
         torch.empty(0),
         torch.empty(0),
     )
-    coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
+    coarse = problem.coarse_dtype
     checks = bounds.check(
         solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any"
     )

@@ -10,7 +10,8 @@ import torch
 from named import Named
 from torch import Tensor
 
-from pytransformer.testing.exact_rotary import FILL, Problem
+from pytransformer.testing.case import Problem
+from pytransformer.testing.exact_rotary import FILL
 from support import fuzz_rotary
 
 RAW_OP = "rotary_fwd"

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
-from pytransformer.cli.benchmark import model_memory
 from pytransformer.ops._core.registry import trace
+from support import model_memory
 from support.drop_in_table import build
 from support.hugging_face import (
     AS_EXACT,

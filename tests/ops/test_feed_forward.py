@@ -162,7 +162,7 @@ def test_many_rows_are_processed_in_parts() -> None:
     assert torch.equal(y[4300:], _call([t[0][4300:], *t[1:]], backend="cpu"))
     tensors = dict(zip(NAMES, (v.detach() for v in t))) | {"grad_out": torch.ones_like(y)}
     problem = fuzz_feed_forward.Problem(
-        torch.float32, "any", tensors, {}, {"activation": "relu"}, list(NAMES)
+        "feed_forward", torch.float32, "any", tensors, {}, {"activation": "relu"}, list(NAMES)
     )
     exact = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     found = dict(zip(NAMES, torch.autograd.grad(y, t, tensors["grad_out"])))

@@ -60,10 +60,11 @@ def test_opinfo_samples_equal_pytorch(kind: str, dtype: torch.dtype, op_backend:
         named = inspect.signature(ours).bind(*arguments, **sample.kwargs).arguments
         tensors = {n: t.detach() for n, t in named.items() if isinstance(t, torch.Tensor)}
         problem = fuzz_layer_norm.Problem(
-            f"{kind}_norm", dtype, len(named["normalized_shape"]), "any",
+            f"{kind}_norm", dtype, "any",
             tensors | {"grad_out": torch.randn_like(theirs)},
             dict.fromkeys((*tensors, "grad_out"), "contiguous"),
             {n: v for n, v in named.items() if n == "eps" and v}, list(tensors),
+            dims=len(named["normalized_shape"]),
         )  # fmt: skip
         assert fuzz_layer_norm.judge(problem, op_backend, repeat=False)[1] == []
         count += 1

@@ -33,7 +33,7 @@ def problem() -> fuzz_layer_norm.Problem:
     tensors = {name: t.bfloat16() for name, t in tensors.items()}
     layouts = dict.fromkeys(tensors, "contiguous")
     return fuzz_layer_norm.Problem(
-        "layer_norm", torch.bfloat16, 1, "zero_mean", tensors, layouts, {}, ["x", "weight", "bias"]
+        "layer_norm", torch.bfloat16, "zero_mean", tensors, layouts, {}, ["x", "weight", "bias"]
     )
 
 

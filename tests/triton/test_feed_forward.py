@@ -66,7 +66,13 @@ def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
     }
     tensors = {n: v.detach() for n, v in named.items()} | {"grad_out": grad}
     problem = fuzz_feed_forward.Problem(
-        out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, expected
+        "feed_forward",
+        out.dtype,
+        "zero_mean",
+        tensors,
+        {},
+        {"activation": "relu", **keywords},
+        expected,
     )
     solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     checks = bounds.check(solution, results, out.dtype, "zero_mean")

@@ -66,6 +66,7 @@ def _problem(
     expected = list(tensors)
     tensors["grad_out"] = torch.randn(rows, d).to(dtype)
     return fuzz_feed_forward.Problem(
+        "feed_forward",
         dtype,
         "zero_mean",
         tensors,

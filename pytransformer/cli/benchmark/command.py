@@ -37,7 +37,7 @@ from pytransformer.cli.benchmark.options import add_arguments as add_arguments
 from pytransformer.cli.benchmark.runner import Options, Runner
 from pytransformer.cli.providers import PEERS
 from pytransformer.cli.providers.contender import functions
-from pytransformer.console import EXTRA_HINT, Console, have_rich
+from pytransformer.console import Console
 
 QUICK_SECONDS = 46.0  # for the steps; startup, memory probe and plots take the rest of the minute
 QUICK_ROUNDS = 3  # min samples
@@ -45,7 +45,10 @@ QUICK_ROUNDS = 3  # min samples
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console()
-    files = _contenders(arguments.contender)
+    files = arguments.contender
+    names = [path.stem for path in files]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--contender: two files have the name {repeated[0]}; rename one")
     ops = _ops(arguments.ops or list(dict.fromkeys(op for f in files for op in functions(f))))
     if arguments.list:
         rows = [
@@ -84,11 +87,15 @@ def run(arguments: argparse.Namespace) -> int:
         limits=arguments.peaks and not arguments.quick,
         contenders=files,
     )
-    where = results.environment(arguments.device, _command_line(arguments))
+    command_line = " ".join(["pytransformer", *arguments.argv])
+    where = results.environment(arguments.device, command_line)
     console.print(report.environment_text(where))
     _say_what_is_missing(console, arguments)
     runner, complete = _measure(console, options, steps)
-    roofs = _peaks(arguments, steps) if complete else None
+    roofs = None
+    if complete and options.limits:
+        dtypes = list(dict.fromkeys(step.dtype for step in steps))
+        roofs = peaks.measure(arguments.device, dtypes, min(0.15, arguments.min_time))
     limits.label(runner.rows, roofs)
     document = {
         "schema_version": results.SCHEMA_VERSION,
@@ -111,24 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"{name} has no row: nothing of it was timed, for the reasons above.")
     wrong = any(entry["status"] in ("wrong", "failed") for entry in ours)
     return WRONG if wrong or absent else OK
-
-
-def _peaks(arguments: argparse.Namespace, steps: list[plan.Step]) -> dict[str, object] | None:
-    """Return the measured peaks for the roofline; None with --quick."""
-    if arguments.quick or not arguments.peaks:
-        return None
-    return peaks.measure(
-        arguments.device,
-        list(dict.fromkeys(step.dtype for step in steps)),
-        min(0.15, arguments.min_time),
-    )
-
-
-def _contenders(files: list[Path]) -> list[Path]:
-    names = [path.stem for path in files]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"--contender: two files have the name {repeated[0]}; rename one")
-    return files
 
 
 def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tuple[Runner, bool]:
@@ -167,16 +156,9 @@ def held_to(isa: str) -> dict[str, str]:
 
 
 def _suite_if_nothing_is_asked(arguments: argparse.Namespace) -> None:
-    chosen = (
-        arguments.case,
-        arguments.dtype,
-        arguments.shape,
-        arguments.mode,
-        arguments.quick,
-        arguments.suite,
-        arguments.contender,
-    )
-    if not any((*chosen, arguments.ops, arguments.sweep != [{}], arguments.size != "medium")):
+    names = ("case", "dtype", "shape", "mode", "quick", "suite", "contender", "ops")
+    chosen = [getattr(arguments, name) for name in names]
+    if not any((*chosen, arguments.sweep != [{}], arguments.size != "medium")):
         arguments.suite = "aims"
     if arguments.min_time is None:
         arguments.min_time = suites.MIN_TIME if arguments.suite else 0.3
@@ -192,17 +174,9 @@ def _ops(names: list[str]) -> list[str]:
 def _steps(arguments: argparse.Namespace, ops: list[str]) -> list[plan.Step]:
     modes = arguments.mode or plan.QUICK_MODES
     if arguments.quick or arguments.suite:
-        fixed = [
-            flag
-            for flag, given in (
-                ("--case", arguments.case),
-                ("--dtype", arguments.dtype),
-                ("--shape", arguments.shape),
-                ("--sweep", arguments.sweep != [{}]),
-            )
-            if given
-        ]
-        if fixed:
+        given = {"--case": arguments.case, "--dtype": arguments.dtype,
+            "--shape": arguments.shape, "--sweep": arguments.sweep != [{}]}  # fmt: skip
+        if fixed := [flag for flag, value in given.items() if value]:
             suite = "--quick" if arguments.quick else "--suite"
             raise UsageError(
                 f"{suite} chooses its own cases, so it does not go with {', '.join(fixed)}"
@@ -234,18 +208,12 @@ def _folder(given: Path | None) -> Path:
     return folder
 
 
-def _command_line(arguments: argparse.Namespace) -> str:
-    return " ".join(["pytransformer", *arguments.argv])
-
-
 # ---- output
 
 
 def _say_what_is_missing(console: Console, arguments: argparse.Namespace) -> None:
     if arguments.plots and (reason := plots.why_not()) is not None:
         console.print(reason)
-    if console.terminal and not have_rich():
-        console.print(f"plain output: rich is not installed. {EXTRA_HINT}")
     if arguments.memory and (reason := memory.why_not()) is not None:
         console.print(reason)
     if not arguments.verify:
@@ -255,40 +223,14 @@ def _say_what_is_missing(console: Console, arguments: argparse.Namespace) -> Non
 
 
 def _show(console: Console, document: dict[str, Any]) -> None:
-    for op, rows in report.by_op(document["rows"]).items():
-        console.heading(op)
-        columns, cells = report.fitting([report.table_row(row) for row in rows], console.width)
-        console.table(columns, cells, right=report.RIGHT)
-    if regimes := report.regime_rows(document["rows"]):
-        console.heading("Burst and sustained")
-        console.table(report.REGIME_COLUMNS, regimes, right=report.REGIME_COLUMNS[5:])
-    if document["not_run"]:
-        console.heading("Not timed, and why")
-        console.table(
-            ("op", "case", "dtype", "mode", "backend", "why"), _grouped(document["not_run"])
-        )
+    for title, columns, cells, right in report.tables(document, console.width):
+        console.heading(title)
+        console.table(columns, cells, right=right)
     lines = report.summary(document["rows"])
     if lines:
         console.heading("Summary")
         console.table(report.SUMMARY_COLUMNS, lines, right=report.SUMMARY_COLUMNS[3:])
         console.print(report.LEGEND.replace("`", ""))
-
-
-def _grouped(entries: list[dict[str, Any]]) -> list[list[str]]:
-    """Return one line per op, backend and reason, with its cases; wrong results come first."""
-    groups: dict[tuple[str, str, str], list[list[str]]] = {}
-    for entry in sorted(entries, key=lambda e: results.STATUSES.index(e["status"]), reverse=True):
-        groups.setdefault((entry["op"], entry["backend"], report.verdict(entry)), []).append(
-            report.refusal_row(entry)
-        )
-
-    def several(words: list[str]) -> str:
-        return ", ".join(dict.fromkeys(words))
-
-    return [
-        [op, *(several([row[column] for row in rows]) for column in range(3)), backend, why]
-        for (op, backend, why), rows in groups.items()
-    ]
 
 
 def _write(console: Console, document: dict[str, Any], folder: Path, *, draw: bool) -> None:

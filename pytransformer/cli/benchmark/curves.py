@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytransformer.cli.benchmark.plots import Row, figure_of, legend_and_title, plain_ticks, styles
+from pytransformer.cli.benchmark.plots import (
+    Row,
+    figure_of,
+    finish,
+    legend_and_title,
+    plain_ticks,
+    styles,
+)
 from pytransformer.cli.benchmark.report import SHORT, label_of
 from pytransformer.console import escape_plot
 
@@ -25,27 +32,15 @@ def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
     rows, drawn = document["rows"], []
     for name, swept in sweeps(rows).items():
         for ending, groups in _figures(swept).items():
-            x = f"{name.lower()}{ending}"
-            _panels(
-                folder / f"speed_by_{x}.png",
-                document,
-                groups,
-                name,
-                "TFLOP/s",
-                lambda row: row["tflops"],
-            )
-            drawn.append(f"speed_by_{x}.png")
             measured = [[row for row in group if row["peak_bytes"] is not None] for group in groups]
-            if measured := [group for group in measured if len(group) > 1]:
-                _panels(
-                    folder / f"memory_by_{x}.png",
-                    document,
-                    measured,
-                    name,
-                    "peak memory, MB",
-                    lambda row: max(row["peak_bytes"] / 1e6, 0.1),
-                )
-                drawn.append(f"memory_by_{x}.png")
+            for what, some, unit, value in (
+                ("speed", groups, "TFLOP/s", lambda row: row["tflops"]),
+                ("memory", [group for group in measured if len(group) > 1], "peak memory, MB",
+                    lambda row: max(row["peak_bytes"] / 1e6, 0.1)),
+            ):  # fmt: skip
+                if some:
+                    drawn.append(f"{what}_by_{name.lower()}{ending}.png")
+                    _panels(folder / drawn[-1], document, some, name, unit, value)
     if document.get("peaks") and rows:
         _roofline(folder / "roofline.png", document)
         drawn.append("roofline.png")
@@ -155,10 +150,8 @@ def _panels(
         )
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xticks(
-            sorted({_size(row, name) for row in members}),
-            [str(n) for n in sorted({_size(row, name) for row in members})],
-        )
+        sizes = sorted({_size(row, name) for row in members})
+        axis.set_xticks(sizes, [str(n) for n in sizes])
         axis.minorticks_off()
         axis.grid(color="0.88")
         axis.set_axisbelow(True)
@@ -166,14 +159,9 @@ def _panels(
         plain_ticks(axis.yaxis)
     for axis in axes[::columns]:
         axis.set_ylabel(unit)
-    everyone: dict[str, Any] = {}
-    for axis in axes[: len(groups)]:
-        everyone |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
-    title = (
-        f"{unit.split(',')[0].capitalize() if 'memory' in unit else unit} against"
-        f" {'length' if name == 'L' else name}"
-    )
-    legend_and_title(figure, everyone, document, title)
+    what = unit.split(",")[0]
+    title = f"{what[0].upper()}{what[1:]} against {'length' if name == 'L' else name}"
+    legend_and_title(figure, axes[: len(groups)], document, title)
     figure.savefig(path)
 
 
@@ -183,7 +171,6 @@ def _roofline(path: Path, document: Row) -> None:
     dtypes = [d for d in dict.fromkeys(row["dtype"] for row in rows) if d in peaks["tflops"]]
     figure = figure_of(1.0 + 5.0 * len(dtypes), 4.8)
     axes = figure.subplots(1, len(dtypes), squeeze=False)[0]
-    everyone: dict[str, Any] = {}
     for axis, dtype in zip(axes, dtypes):
         members = [row for row in rows if row["dtype"] == dtype and row["gbps"] > 0]
         spots = [
@@ -193,33 +180,17 @@ def _roofline(path: Path, document: Row) -> None:
         roof, slope = peaks["tflops"][dtype], peaks["gbps"] * 1e-3
         corner = roof / slope
         xs = sorted({low, high, min(max(corner, low), high)})
-        axis.plot(
-            xs,
-            [min(roof, slope * x) for x in xs],
-            color="0.2",
-            linewidth=1.5,
-            label="measured peak",
-        )
-        text_style = dict(
-            fontsize=8, zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        )
+        ys = [min(roof, slope * x) for x in xs]
+        axis.plot(xs, ys, color="0.2", linewidth=1.5, label="measured peak")
         top = max([roof, *(s[1] for s in spots)])  # above every mark
-        axis.text(
-            high,
-            1.35 * top,
-            f"peak {roof * 1e3:.0f} GFLOP/s",
-            ha="right",
-            va="bottom",
-            **text_style,
-        )
-        axis.text(
-            low,
-            0.45 * slope * low,
-            f"copy {peaks['gbps']:.0f} GB/s",
-            ha="left",
-            va="bottom",
-            **text_style,
-        )
+        for x, y, text, side in (
+            (high, 1.35 * top, f"peak {roof * 1e3:.0f} GFLOP/s", "right"),
+            (low, 0.45 * slope * low, f"copy {peaks['gbps']:.0f} GB/s", "left"),
+        ):
+            axis.text(
+                x, y, text, ha=side, va="bottom", fontsize=8, zorder=4,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+            )  # fmt: skip
         axis.set_ylim(0.4 * min([slope * low, *(s[1] for s in spots)]), 2.2 * top)
         size = 36 if len(spots) < 60 else 16
         for backend, (colour, mark) in styles(members).items():
@@ -230,17 +201,8 @@ def _roofline(path: Path, document: Row) -> None:
                     label=label_of(backend),
                     edgecolors="white", linewidths=0.4, zorder=3, alpha=0.8,
                 )  # fmt: skip
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_title(SHORT[dtype], fontsize=10)
-        axis.set_xlabel("operations per byte read or written at least")
-        axis.grid(color="0.9")
-        axis.set_axisbelow(True)
-        plain_ticks(axis.xaxis)
-        plain_ticks(axis.yaxis)
-        everyone |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+        finish(axis, SHORT[dtype], "operations per byte read or written at least")
     axes[0].set_ylabel("TFLOP/s")
-    legend_and_title(
-        figure, everyone, document, "Roofline: the peaks are measured (matrix product, copy)"
-    )
+    title = "Roofline: the peaks are measured (matrix product, copy)"
+    legend_and_title(figure, axes, document, title)
     figure.savefig(path)

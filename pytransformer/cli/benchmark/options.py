@@ -16,184 +16,61 @@ ISAS = {
     "generic": ("default", "SSE4_2", "SSE41"),
 }
 _KNOWN_BACKENDS = ("reference", "cpu", "triton", "cuda", *PEERS, *VARIANTS)
+_NAMES = "NAME,..."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _problems(parser)
-    _contenders(parser)
-    _measurement(parser)
-    _output(parser)
-
-
-def _problems(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select the problems."""
     add = parser.add_argument
+    # fmt: off
+    # problems
     add("ops", nargs="*", metavar="OP", help=f"ops to run (default all): {', '.join(plan.OPS)}")
     add("--quick", action="store_true", help="every op at small shapes, in about a minute")
-    add(
-        "--suite",
-        choices=tuple(suites.SUITES),
-        default=None,
-        help=(
-            "a fixed list of problems; aims, under 15 minutes, is what runs when nothing is"
-            " asked for"
-        ),
-    )
-    add(
-        "--case",
-        type=_words,
-        default=[],
-        metavar="NAME,...",
-        help="cases by name (default: each op's core cases); --list shows them",
-    )
-    add(
-        "--size",
-        choices=("small", "medium", "large"),
-        default="medium",
-        help="shape of the cases (default medium)",
-    )
-    add(
-        "--shape",
-        type=shape,
-        default={},
-        metavar="Lq=4096,...",
-        help="change dimensions of the cases; L is Lq and Lk",
-    )
-    add(
-        "--sweep",
-        type=_sweep,
-        default=[{}],
-        metavar="L=512:4096",
-        help=(
-            "several sizes of a dimension: doubling from:to, or a,b,c; draws speed and memory"
-            " against it"
-        ),
-    )
-    add(
-        "--dtype",
-        type=_dtypes,
-        default=None,
-        metavar="NAME,...",
-        help="float32 (default), bfloat16, float16, float64",
-    )
-    add(
-        "--mode",
-        type=_modes,
-        default=None,
-        metavar="NAME,...",
-        help="fwd, bwd, fwd+bwd (default fwd,fwd+bwd)",
-    )
-
-
-def _contenders(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select implementations and devices."""
-    add = parser.add_argument
-    add(
-        "--providers",
-        "--backends",
-        dest="backends",
-        type=_backends,
-        default=None,
-        metavar="NAME,...",
-        help=(
-            "who takes part: reference, cpu, triton, cuda (ours), naive, torch (default: these),"
-            f" or also {', '.join(ON_REQUEST)}; all"
-        ),
-    )
-    add(
-        "--contender",
-        type=_contender,
-        action="append",
-        default=[],
-        metavar="FILE.py",
-        help=(
-            "a file of yours with functions named after ops; checked and timed beside the rest"
-            " (may be repeated; docs/benchmarks.md has an example)"
-        ),
-    )
-    add(
-        "--isa",
-        choices=tuple(ISAS),
-        default=None,
-        help="limit our kernels and PyTorch's libraries to an instruction set",
-    )
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the tensors are (default cpu)",
-    )
-    add(
-        "--threads",
-        type=int,
-        default=None,
-        metavar="N",
-        help="torch.set_num_threads(N) first (default: leave as it is)",
-    )
-
-
-def _measurement(parser: argparse.ArgumentParser) -> None:
-    """Add the options for timing and checks."""
-    add = parser.add_argument
-    add(
-        "--min-time",
-        type=float,
-        default=None,
-        metavar="S",
-        help=f"seconds of timing for each contender (default 0.3; in a suite {suites.MIN_TIME})",
-    )
-    add(
-        "--sustained",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help=(
-            "also time calls after a rest, and S seconds of calls without one (default 0: not, but"
-            " in a suite)"
-        ),
-    )
-    add(
-        "--cache",
-        choices=("warm", "cold"),
-        default="warm",
-        help="cold: empty the CPU's caches before each call (default warm; on GPUs always cold)",
-    )
-    add(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="check against float64 before timing (default on)",
-    )
-    add(
-        "--memory",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure peak memory (default on)",
-    )
-    add(
-        "--peaks",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure what the machine can do, for the roofline (default on; not with --quick)",
-    )
-
-
-def _output(parser: argparse.ArgumentParser) -> None:
-    """Add the options for output files."""
-    add = parser.add_argument
-    add(
-        "--plots",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="draw plots (default on)",
-    )
-    add(
-        "--out",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="folder to write (default ./results/bench-<date>)",
-    )
+    add("--suite", choices=tuple(suites.SUITES),
+        help="a fixed list of problems; aims, under 15 minutes, is what runs when nothing is asked"
+        " for")
+    add("--case", type=_words, default=[], metavar=_NAMES,
+        help="cases by name (default: each op's core cases); --list shows them")
+    add("--size", choices=("small", "medium", "large"), default="medium",
+        help="shape of the cases (default medium)")
+    add("--shape", type=shape, default={}, metavar="Lq=4096,...",
+        help="change dimensions of the cases; L is Lq and Lk")
+    add("--sweep", type=_sweep, default=[{}], metavar="L=512:4096",
+        help="several sizes of a dimension: doubling from:to, or a,b,c; draws speed and memory"
+        " against it")
+    add("--dtype", type=_dtypes, metavar=_NAMES,
+        help="float32 (default), bfloat16, float16, float64")
+    add("--mode", type=_modes, metavar=_NAMES, help="fwd, bwd, fwd+bwd (default fwd,fwd+bwd)")
+    # contenders
+    add("--providers", "--backends", dest="backends", type=_backends, metavar=_NAMES,
+        help="who takes part: reference, cpu, triton, cuda (ours), naive, torch (default: these),"
+        f" or also {', '.join(ON_REQUEST)}; all")
+    add("--contender", type=_contender, action="append", default=[], metavar="FILE.py",
+        help="a file of yours with functions named after ops; checked and timed beside the rest"
+        " (may be repeated; docs/benchmarks.md has an example)")
+    add("--isa", choices=tuple(ISAS),
+        help="limit our kernels and PyTorch's libraries to an instruction set")
+    add("--device", choices=("cpu", "cuda"), default="cpu",
+        help="where the tensors are (default cpu)")
+    add("--threads", type=int, metavar="N",
+        help="torch.set_num_threads(N) first (default: leave as it is)")
+    # measurement
+    add("--min-time", type=float, metavar="S",
+        help=f"seconds of timing for each contender (default 0.3; in a suite {suites.MIN_TIME})")
+    add("--sustained", type=float, default=0.0, metavar="S",
+        help="also time calls after a rest, and S seconds of calls without one (default 0: not,"
+        " but in a suite)")
+    add("--cache", choices=("warm", "cold"), default="warm",
+        help="cold: empty the CPU's caches before each call (default warm; on GPUs always cold)")
+    # fmt: on
+    for name, text in (
+        ("verify", "check against float64 before timing (default on)"),
+        ("memory", "measure peak memory (default on)"),
+        ("peaks", "measure the roofs of the roofline (default on; not with --quick)"),
+        ("plots", "draw plots (default on)"),
+    ):
+        add(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=text)
+    # output
+    add("--out", type=Path, metavar="DIR", help="folder (default ./results/bench-<date>)")
     add("--list", action="store_true", help="list the cases and stop")
 
 

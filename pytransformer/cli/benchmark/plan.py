@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pytransformer.cli import UsageError
-from pytransformer.cli.benchmark.rows import MODES
-from pytransformer.cli.providers import of_family
+from pytransformer.cli.providers import MODES, of_family
 from pytransformer.testing.cases import APART
 from pytransformer.testing.cases import Case as Case
 from pytransformer.testing.cases import case as case
@@ -27,6 +26,7 @@ DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64,
     "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64,
 }  # fmt: skip
+DIRECTIONS = {"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}  # by mode
 OPS = all_ops()
 
 
@@ -48,11 +48,7 @@ class Step:
     @property
     def weight(self) -> float:
         """Return the approximate cost in units of the smallest step, for time budgeting."""
-        return (
-            1.0
-            + self.case.flops({"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[self.mode]) / 1e10
-            + self.sustained
-        )
+        return 1.0 + self.case.flops(DIRECTIONS[self.mode]) / 1e10 + self.sustained
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,39 +64,20 @@ def why_not() -> str | None:
 def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
     """Draw what the rows allow and return the file names."""
     rows = one_shape_each(document["rows"])
-    drawn = []
     compared = [row for row in rows if row["speedup_torch"] and row["backend"] != "torch"]
-    if compared:
-        _by_case(
-            folder / "speedup.png",
-            document,
-            compared,
-            "speed-up over PyTorch (1: equal)",
-            "Speed-up over PyTorch by case (right is faster)",
-            _speedup,
-        )
-        drawn.append("speedup.png")
-    if rows:
-        _by_case(
-            folder / "speed.png",
-            document,
-            rows,
-            "time of one call, ms",
-            "Speed by case (left is faster)",
-            _speed,
-        )
-        drawn.append("speed.png")
     with_memory = [row for row in rows if row["peak_bytes"] is not None]
-    if with_memory:
-        _by_case(
-            folder / "memory.png",
-            document,
-            with_memory,
-            "peak memory above the inputs, MB",
-            "Peak memory by case (left is less)",
-            _memory,
-        )
-        drawn.append("memory.png")
+    charts = (
+        ("speedup.png", compared, "speed-up over PyTorch (1: equal)",
+            "Speed-up over PyTorch by case (right is faster)", _speedup),
+        ("speed.png", rows, "time of one call, ms", "Speed by case (left is faster)", _speed),
+        ("memory.png", with_memory, "peak memory above the inputs, MB",
+            "Peak memory by case (left is less)", _memory),
+    )  # fmt: skip
+    drawn = []
+    for name, members, unit, title, value in charts:
+        if members:
+            _by_case(folder / name, document, members, unit, title, value)
+            drawn.append(name)
     against = [row for row in document["rows"] if row["error"] and row["speedup_torch"]]
     if against:
         _error_against_speed(folder / "accuracy.png", document, against)
@@ -211,14 +192,16 @@ def _by_case(
         axis.set_ylim(len(labels) - 0.5, -0.5)
         plain_ticks(axis.xaxis)
     axes[0].set_yticks(range(len(labels)), labels)
-    legend_and_title(figure, _legend_of(axes[0]), document, title)
+    legend_and_title(figure, axes[:1], document, title)
     figure.savefig(path)
 
 
 def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
     # A row with a note was checked without dropout, so its error is no baseline.
     torch_error = {
-        _key(row): row["error"] for row in rows if row["backend"] == "torch" and not row["note"]
+        results.step_key(row): row["error"]
+        for row in rows
+        if row["backend"] == "torch" and not row["note"]
     }
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     marks = styles([row for row in rows if row["backend"] != "torch"])
@@ -231,36 +214,35 @@ def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
             members = [
                 r
                 for r in rows
-                if r["mode"] == mode and r["backend"] == backend and torch_error.get(_key(r))
+                if r["mode"] == mode
+                and r["backend"] == backend
+                and torch_error.get(results.step_key(r))
             ]
             axis.scatter(
                 [r["speedup_torch"] for r in members],
-                [r["error"] / torch_error[_key(r)] for r in members],
+                [r["error"] / torch_error[results.step_key(r)] for r in members],
                 c=colour, marker=mark, s=40 if len(rows) < 120 else 18, label=label_of(backend),
                 edgecolors="white", linewidths=0.4, zorder=3,
             )  # fmt: skip
-        axis.set_xscale("log")
-        axis.set_yscale("log")
         axis.axvline(1, color=STYLES["torch"][0], linewidth=1.2)
         axis.axhline(1, color=STYLES["torch"][0], linewidth=1.2, label="PyTorch = 1")
-        axis.set_title(mode, fontsize=10)
-        axis.set_xlabel("speed, times PyTorch's")
-        axis.grid(which="major", color="0.88")
-        axis.set_axisbelow(True)
-        plain_ticks(axis.xaxis)
-        plain_ticks(axis.yaxis)
+        finish(axis, mode, "speed, times PyTorch's")
     axes[0].set_ylabel("error against float64, times PyTorch's")
-    legend_and_title(
-        figure,
-        _legend_of(axes[0]),
-        document,
-        "Error against speed, one mark per case (low and right is good)",
-    )
+    title = "Error against speed, one mark per case (low and right is good)"
+    legend_and_title(figure, axes[:1], document, title)
     figure.savefig(path)
 
 
-def _key(row: Row) -> tuple[str, ...]:
-    return results.step_key(row)
+def finish(axis: Any, title: str, x_label: str) -> None:
+    """Set a plot's title, label, log scales, grid and ticks."""
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel(x_label)
+    axis.grid(which="major", color="0.88")
+    axis.set_axisbelow(True)
+    plain_ticks(axis.xaxis)
+    plain_ticks(axis.yaxis)
 
 
 def plain_ticks(axis: Any) -> None:
@@ -273,24 +255,18 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _legend_of(axis: Any) -> dict[str, Any]:
-    return {name: handle for handle, name in zip(*axis.get_legend_handles_labels())}
-
-
-def legend_and_title(figure: Any, legend: dict[str, Any], document: Row, title: str) -> None:
+def legend_and_title(figure: Any, axes: Iterable[Any], document: Row, title: str) -> None:
+    """Add one legend of all axes, the environment and the title."""
     import textwrap
 
+    legend: dict[str, Any] = {}
+    for axis in axes:
+        legend |= {name: handle for handle, name in zip(*axis.get_legend_handles_labels())}
     columns = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
-    place = "\n".join(
-        textwrap.wrap(environment_text(document["environment"], escape_plot), columns)
-    )
+    place = textwrap.fill(environment_text(document["environment"], escape_plot), columns)
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
+        legend.values(), legend.keys(), loc="outside lower center", frameon=False,
         ncols=max(1, min(len(legend), int(figure.get_figwidth() / INCHES_PER_NAME))),
-        frameon=False,
-        title=place,
-        title_fontsize=7,
-    )
+        title=place, title_fontsize=7,
+    )  # fmt: skip
     figure.suptitle(title, fontsize=12, fontweight="bold")

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,9 @@ ONE_SAMPLE = "*"  # beside a time
 MOST_BARS = 40  # a longer chart is folded
 SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 
-COLUMNS = (
-    "case",
-    "shape",
-    "dtype",
-    "mode",
-    "backend",
-    "ms",
-    "p20-p80",
-    "x torch",
-    "x naive",
-    "TFLOP/s",
-    "GB/s",
-    "peak MB",
-    "saved MB",
-    "error",
-    "/naive",
-    "limit",
+COLUMNS = tuple(
+    "case,shape,dtype,mode,backend,ms,p20-p80,x torch,x naive,TFLOP/s,GB/s,peak MB,saved MB,error,"
+    "/naive,limit".split(",")
 )
 RIGHT = COLUMNS[5:-1]
 
@@ -59,12 +45,10 @@ LABELS = {
 # Liger-Kernel's benchmark columns in its order, so that its tools read our results; the last holds
 # our version.
 LIGER_COLUMNS = (
-    "kernel_name", "kernel_provider", "kernel_operation_mode", "metric_name", "metric_unit",
-    "x_name",
-    "x_label", "x_value", "y_value_50", "y_value_20", "y_value_80", "extra_benchmark_config_str",
-    "gpu_name",
-    "timestamp", "liger_version",
-)  # fmt: skip
+    "kernel_name kernel_provider kernel_operation_mode metric_name metric_unit x_name x_label"
+    " x_value y_value_50 y_value_20 y_value_80 extra_benchmark_config_str gpu_name timestamp"
+    " liger_version"
+).split()
 _LIGER_MODES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "full"}
 
 
@@ -136,17 +120,7 @@ def limit_text(row: Row) -> str:
 def fitting(rows: list[list[str]], width: int | None) -> tuple[tuple[str, ...], list[list[str]]]:
     """Return (columns, rows) without the least important columns that exceed `width` characters."""
     left = list(COLUMNS)
-    for column in (
-        "",
-        "p20-p80",
-        "saved MB",
-        "GB/s",
-        "/naive",
-        "limit",
-        "shape",
-        "TFLOP/s",
-        "x naive",
-    ):
+    for column in ",p20-p80,saved MB,GB/s,/naive,limit,shape,TFLOP/s,x naive".split(","):
         if column:
             left.remove(column)
         places = [COLUMNS.index(name) for name in left]
@@ -161,34 +135,32 @@ def refusal_row(entry: Row) -> list[str]:
     return [entry["case"], SHORT[entry["dtype"]], entry["mode"], entry["backend"], verdict(entry)]
 
 
-REGIME_COLUMNS = (
-    "case",
-    "shape",
-    "dtype",
-    "mode",
-    "backend",
-    "ms",
-    "burst ms",
-    "sustained ms",
-    "sustained/burst",
-)
+def refusals(entries: Iterable[Row]) -> list[list[str]]:
+    """Return one line per op, backend and reason, with its cases; wrong results come first."""
+    groups: dict[tuple[str, str, str], list[list[str]]] = {}
+    for entry in sorted(entries, key=lambda e: results.STATUSES.index(e["status"]), reverse=True):
+        *row, backend, why = refusal_row(entry)
+        groups.setdefault((entry["op"], backend, why), []).append(row)
+    return [
+        [op, *(", ".join(dict.fromkeys(words)) for words in zip(*rows)), backend, why]
+        for (op, backend, why), rows in groups.items()
+    ]
+
+
+REFUSAL_COLUMNS = ("op", "case", "dtype", "mode", "backend", "why")
+REGIME_COLUMNS = (*COLUMNS[:6], "burst ms", "sustained ms", "sustained/burst")
 
 
 def regime_rows(rows: Iterable[Row]) -> list[list[str]]:
     """Return burst time beside sustained time, if measured."""
     return [
-        [
-            *table_row(row)[:6],
-            figure(row["burst_ms"]),
-            figure(row["sustained_ms"]),
-            figure(row["sustained_ms"] / row["burst_ms"]),
-        ]
+        [*table_row(row)[:6], *map(figure, (burst, long, long / burst))]
         for row in rows
-        if row.get("sustained_ms")
+        if (long := row.get("sustained_ms")) and (burst := row["burst_ms"])
     ]
 
 
-KERNEL_COLUMNS = ("case", "shape", "dtype", "mode", "backend", "ms", "kernel ms", "kernel/all")
+KERNEL_COLUMNS = (*COLUMNS[:6], "kernel ms", "kernel/all")
 
 
 def kernel_rows(rows: Iterable[Row]) -> list[list[str]]:
@@ -244,15 +216,23 @@ def summary(rows: list[Row]) -> list[list[str]]:
 
 
 SUMMARY_COLUMNS = (
-    "backend",
-    "mode",
-    "dtype",
-    "rows",
-    "x torch, mean",
-    "x torch, worst",
-    "x naive, mean",
+    "backend", "mode", "dtype", "rows", "x torch, mean", "x torch, worst", "x naive, mean",
     "bound used, max",
-)
+)  # fmt: skip
+Table = tuple[str, Sequence[str], list[list[str]], Sequence[str]]
+
+
+def tables(document: dict[str, Any], width: int | None = None) -> Iterator[Table]:
+    """Yield (title, columns, rows, columns aligned right) of every table but the summary."""
+    rows = document["rows"]
+    for op, members in by_op(rows).items():
+        yield op, *fitting([table_row(row) for row in members], width), RIGHT
+    if regimes := regime_rows(rows):
+        yield "Burst and sustained", REGIME_COLUMNS, regimes, REGIME_COLUMNS[5:]
+    if kernels := kernel_rows(rows):
+        yield "Kernels alone", KERNEL_COLUMNS, kernels, KERNEL_COLUMNS[5:]
+    if refused := refusals(document["not_run"]):
+        yield "Not timed, and why", REFUSAL_COLUMNS, refused, ()
 
 
 # ---- HTML
@@ -272,14 +252,9 @@ def page(document: dict[str, Any]) -> str:
     lines = summary(rows)
     parts.append(_html.table(SUMMARY_COLUMNS, lines, SUMMARY_COLUMNS[3:], caption="Summary"))
     parts += _ratio_bars(rows)
-    for op, members in by_op(rows).items():
-        content = _html.table(COLUMNS, map(table_row, members), RIGHT)
-        parts.append(_html.details(f"{op}: {len(members)} rows", content))
-    if document["not_run"]:
-        columns = ("op", "case", "dtype", "mode", "backend", "why")
-        refused = [[entry["op"], *refusal_row(entry)] for entry in document["not_run"]]
-        content = _html.table(columns, refused)
-        parts.append(_html.details(f"Not timed, and why: {len(refused)}", content))
+    for title, columns, cells, right in tables(document):
+        content = _html.table(columns, cells, right)
+        parts.append(_html.details(f"{title}: {len(cells)} rows", content))
     parts.append(_html.paragraph(LEGEND.replace("`", ""), note=True))
     return _html.page("pytransformer benchmark", parts)
 
@@ -368,22 +343,8 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
         parts.append("**Stopped before the end: these are partial results.**")
     parts += ["## Summary", markdown_table(SUMMARY_COLUMNS, summary(rows), SUMMARY_COLUMNS[3:])]
     parts += [f"![{name}]({name})" for name in plots]
-    for op, members in by_op(rows).items():
-        parts += [
-            f"## {escape_markdown(op)}",
-            markdown_table(COLUMNS, map(table_row, members), RIGHT),
-        ]
-    if regimes := regime_rows(rows):
-        parts += [
-            "## Burst and sustained",
-            markdown_table(REGIME_COLUMNS, regimes, REGIME_COLUMNS[5:]),
-        ]
-    if kernels := kernel_rows(rows):
-        parts += ["## Kernels alone", markdown_table(KERNEL_COLUMNS, kernels, KERNEL_COLUMNS[5:])]
-    if document["not_run"]:
-        columns = ("op", "case", "dtype", "mode", "backend", "why")
-        lines = [[entry["op"], *refusal_row(entry)] for entry in document["not_run"]]
-        parts += ["## Not timed, and why", markdown_table(columns, lines)]
+    for title, columns, cells, right in tables(document):
+        parts += [f"## {escape_markdown(title)}", markdown_table(columns, cells, right)]
     parts.append(LEGEND)
     return "\n\n".join(parts) + "\n"
 

@@ -11,7 +11,7 @@
      "not_run": [...]}        the rest with reasons: status "skipped",
                               "unsupported", "wrong" or "failed"
 
-ROW and NOT_RUN list the fields of an entry; docs/benchmarks.md explains each.
+ROW and NOT_RUN list the fields of an entry; docs/benchmarks.md explains them.
 """
 
 from __future__ import annotations
@@ -35,94 +35,45 @@ MODES = ("fwd", "bwd", "fwd+bwd")
 BINDERS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 _NUMBER = (int, float)
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "str": str, "int": int, "number": _NUMBER, "list": list, "dict": dict,
+}  # fmt: skip
 _Field = tuple[type | tuple[type, ...], bool]  # (type, may be null)
 
-ROW: dict[str, _Field] = {
-    "op": (str, False),
-    "backend": (str, False),  # reference | cpu | triton | cuda | naive | torch
-    "provider": (str, False),  # a description of the code that ran
-    "case": (str, False),
-    "shape": (dict, False),
-    "dtype": (str, False),
-    "mode": (str, False),
-    "device": (str, False),
-    "median_ms": (_NUMBER, False),
-    "p20_ms": (_NUMBER, False),
-    "p80_ms": (_NUMBER, False),
-    "samples": (int, False),
-    "tflops": (_NUMBER, False),
-    "gbps": (_NUMBER, False),
-    "peak_bytes": (int, True),
-    "error": (_NUMBER, True),  # null: not verified (--no-verify)
-    "error_bound": (_NUMBER, True),
-    "bound_used": (_NUMBER, True),
-    "errors": (dict, True),
-    "error_ratio_naive": (_NUMBER, True),
-    "speedup_naive": (_NUMBER, True),
-    "speedup_torch": (_NUMBER, True),
-    "note": (str, False),
-}
+
+def _fields(text: str) -> dict[str, _Field]:
+    """Parse "kind: name name, ..." into fields; a kind that ends in "?" may be null."""
+    groups = (group.split(": ") for group in " ".join(text.split()).split(", "))
+    return {
+        name: (_KINDS[kind.rstrip("?")], kind.endswith("?"))
+        for kind, names in groups
+        for name in names.split()
+    }
+
+
+ROW = _fields("""
+    str: op backend provider case dtype mode device note, dict: shape,
+    number: median_ms p20_ms p80_ms tflops gbps, int: samples, int?: peak_bytes, dict?: errors,
+    number?: error error_bound bound_used error_ratio_naive speedup_naive speedup_torch""")
 # Older files lack these fields.
-ROW_LATER: dict[str, _Field] = {
-    "cache": (str, False),  # warm | cold
-    "time_over_torch": (list, True),  # [p20, median, p80] of time over PyTorch's, by round
-    # Tensors saved for backward beyond the inputs; null without a gradient.
-    "saved_bytes": (int, True),
-    "kernel_ms": (_NUMBER, True),  # the kernels alone, on GPUs
-    "floor_ms": (_NUMBER, True),  # the same call at a tiny shape
-    "alone_ms": (_NUMBER, True),  # our kernels alone on the CPU, writing to existing tensors
-    "limit": (str, True),  # one of limits.LIMITS; null without peaks
-    "limit_shares": (dict, True),  # shares of the row's time, by limits.LIMITS
-    "burst_ms": (_NUMBER, True),  # a call after a rest
-    "sustained_ms": (_NUMBER, True),  # a call without a rest
-    "share": (_NUMBER, True),  # share of a block mask's blocks that run; null without one
-}
-NOT_RUN: dict[str, _Field] = {
-    "op": (str, False),
-    "backend": (str, False),
-    "case": (str, False),
-    "dtype": (str, False),
-    "mode": (str, False),
-    "status": (str, False),
-    "reason": (str, False),
-    "error": (_NUMBER, True),
-    "error_bound": (_NUMBER, True),
-}
-NOT_RUN_LATER: dict[str, _Field] = {"shape": (dict, False)}
-ENVIRONMENT: dict[str, _Field] = {
-    "device": (str, False),
-    "device_name": (str, False),
-    "cpu": (str, False),
-    "cores": (int, False),
-    "threads": (int, False),
-    "isa": (str, True),
-    "gpu": (str, True),
-    "system": (str, False),
-    "python": (str, False),
-    "torch": (str, False),
-    "triton": (str, True),
-    "pytransformer": (str, False),
-    "commit": (str, True),
-    "date": (str, False),
-    "load": (_NUMBER, True),
-    "command": (str, False),
-}
-ENVIRONMENT_LATER: dict[str, _Field] = {"pinning": (str, False)}
+ROW_LATER = _fields("""
+    str: cache, list?: time_over_torch, int?: saved_bytes, str?: limit, dict?: limit_shares,
+    number?: kernel_ms floor_ms alone_ms burst_ms sustained_ms share""")
+NOT_RUN = _fields("str: op backend case dtype mode status reason, number?: error error_bound")
+NOT_RUN_LATER = _fields("dict: shape")
+ENVIRONMENT = _fields("""
+    str: device device_name cpu system python torch pytransformer date command, int: cores threads,
+    str?: isa gpu triton commit, number?: load""")
+ENVIRONMENT_LATER = _fields("str: pinning")
 STATUSES = ("skipped", "unsupported", "wrong", "failed")
 
 
 def step_key(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a line-up's key: op, case, shape, dtype, mode, device, cache state."""
     shape = " ".join(f"{name}={size}" for name, size in sorted(row["shape"].items()))
-    return (
-        row["op"],
-        row["case"],
-        shape,
-        row["dtype"],
-        row["mode"],
-        row["device"],
-        row.get("cache", "warm"),
-    )
+    names = ("op", "case", "dtype", "mode", "device")
+    op, case, *rest = (row[name] for name in names)
+    return (op, case, shape, *rest, row.get("cache", "warm"))
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -182,18 +133,10 @@ def _check_peaks(peaks: Any) -> list[str]:
         return []
     if not isinstance(peaks, dict):
         return ["peaks are not an object"]
-    later = [peaks[key] for key in ("read_gbps", "warm_gbps") if key in peaks]
-    rates = [
-        *peaks.get("tflops", {}).values(),
-        *peaks.get("copy_gbps", {}).values(),
-        peaks.get("gbps"),
-        *later,
-    ]
-    return (
-        []
-        if all(isinstance(rate, _NUMBER) and rate > 0 for rate in rates)
-        else ["peaks are not positive rates"]
-    )
+    rates = [peaks.get("gbps"), *(peaks[key] for key in ("read_gbps", "warm_gbps") if key in peaks)]
+    rates += [rate for key in ("tflops", "copy_gbps") for rate in peaks.get(key, {}).values()]
+    good = all(isinstance(rate, _NUMBER) and rate > 0 for rate in rates)
+    return [] if good else ["peaks are not positive rates"]
 
 
 def _check_meaning(document: dict[str, Any]) -> list[str]:
@@ -207,14 +150,10 @@ def _check_meaning(document: dict[str, Any]) -> list[str]:
             problems.append(f"{where}.mode is {row['mode']!r}, not one of {', '.join(MODES)}")
         if not 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]:
             problems.append(f"{where}: 0 < p20_ms <= median_ms <= p80_ms does not hold")
-        if "limit" in row and (limits.of(row, document.get("peaks")) or (None, None)) != (
-            row["limit"],
-            row["limit_shares"],
-        ):
-            problems.append(
-                f"{where}.limit {row['limit']} with its shares is not what its times and the"
-                " peaks say"
-            )
+        if "limit" in row:
+            limit = limits.of(row, document.get("peaks")) or (None, None)
+            if limit != (row["limit"], row["limit_shares"]):
+                problems.append(f"{where}.limit {row['limit']} does not follow from its times")
         if row["error"] is not None and not row["error"] <= row["error_bound"]:
             problems.append(
                 f"{where}.error {row['error']} is above its bound {row['error_bound']}: it may not"

@@ -13,10 +13,10 @@ import torch
 
 from pytransformer.cli.benchmark import check, clock, exact, limits, memory, plan
 from pytransformer.cli.benchmark.plan import Step
-from pytransformer.cli.benchmark.rows import ORACLE
 from pytransformer.cli.providers import (
     NAIVE,
     ON_REQUEST,
+    ORACLE,
     PEERS,
     TORCH,
     Prepared,
@@ -79,16 +79,17 @@ class Runner:
 
     def run(self, step: Step, seconds: float | None = None) -> None:
         """Check, time and record every implementation of one step, in about `seconds` if given."""
-        start = time.monotonic()
+        start, options = time.monotonic(), self.options
         late = seconds is not None and seconds <= 0
-        device, checked = self.options.device, self.options.verify
+        device = options.device
         problem = Problem.make(
-            step.case, step.dtype, device, seed=SEED, grad=step.mode != "fwd", on_device=not checked
-        )
+            step.case, step.dtype, device, seed=SEED, grad=step.mode != "fwd",
+            on_device=not options.verify,
+        )  # fmt: skip
         entries = self._prepared(step, problem)
-        if seconds is not None and REFERENCE not in (self.options.backends or ()):
+        if seconds is not None and REFERENCE not in (options.backends or ()):
             entries = self._without_reference(step, entries)
-        if self.options.verify:
+        if options.verify:
             entries = self._verified(step, problem, entries)
         if not entries:
             return
@@ -98,37 +99,25 @@ class Runner:
             )
             for e in entries
         }
-        limited = self.options.limits and self.options.device == "cpu" and not late
+        limited = options.limits and device == "cpu" and not late
         alone = {
             ALONE + name: c
             for name in contenders
             if limited and (c := self._alone(step, name, contenders[name]))
         }
-        min_time, min_rounds, with_memory = (
-            self.options.min_time,
-            self.options.min_rounds,
-            self.options.memory,
-        )
+        min_time, min_rounds, with_memory = options.min_time, options.min_rounds, options.memory
         if seconds is not None:
             # Late in the run every op still runs: long calls once each, without the memory probe.
             min_rounds, with_memory = (1, False) if late else (min_rounds, with_memory)
-            left = (
-                seconds
-                - (time.monotonic() - start)
-                - self._memory_seconds * len(entries) * self.options.memory
-            )
+            probing = self._memory_seconds * len(entries) * options.memory
+            left = seconds - (time.monotonic() - start) - probing
             min_time = min(min_time, max(0.0, left / (len(contenders) + len(alone))))
-        cold = step.cold or self.options.cold
-        patient = self.options.min_rounds >= clock.MIN_ROUNDS
+        cold = step.cold or options.cold
         timings = clock.interleaved(
-            contenders | alone,
-            min_time=min_time,
-            min_rounds=min_rounds,
-            device=device,
-            cold=cold,
-            patient=patient,
-        )
-        long = 0.0 if late else step.sustained or self.options.sustained
+            contenders | alone, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold,
+            patient=options.min_rounds >= clock.MIN_ROUNDS,
+        )  # fmt: skip
+        long = 0.0 if late else step.sustained or options.sustained
         regimes = (
             {name: clock.regimes(contender, long, device) for name, contender in contenders.items()}
             if long
@@ -141,21 +130,16 @@ class Runner:
         floors = self._floors(step, entries) if limited else {}
         for entry in entries:
             name = entry.provider.name
-            peak = self._peak(step, entry) if with_memory else None
-            saved = saved_bytes(problem, entry.prepared) if problem.grad else None
-            row = self._row(step, entry, timings, entries) | {
-                "peak_bytes": peak,
-                "saved_bytes": saved,
-            }
-            row |= dict(zip(("burst_ms", "sustained_ms"), regimes.get(name, (None, None)))) | {
-                "kernel_ms": kernels[name]
-            }
-            row |= {
+            burst, sustained = regimes.get(name, (None, None))
+            self.rows.append(self._row(step, entry, timings, entries) | {
+                "peak_bytes": self._peak(step, entry) if with_memory else None,
+                "saved_bytes": saved_bytes(problem, entry.prepared) if problem.grad else None,
+                "burst_ms": burst, "sustained_ms": sustained, "kernel_ms": kernels[name],
                 "floor_ms": floors.get(name),
                 "alone_ms": getattr(timings.get(ALONE + name), "median_ms", None),
-            }
-            row |= {"share": getattr(problem.named.get("attn_mask"), "share", None)}
-            self.rows.append(row | {"cache": "cold" if cold or device == "cuda" else "warm"})
+                "share": getattr(problem.named.get("attn_mask"), "share", None),
+                "cache": "cold" if cold or device == "cuda" else "warm",
+            })  # fmt: skip
 
     # ---- the limit
 
@@ -168,13 +152,8 @@ class Runner:
 
     def _floors(self, step: Step, entries: list[_Entry]) -> dict[str, float]:
         """Return milliseconds of a call at a tiny shape, per implementation."""
-        problem = Problem.make(
-            plan.tiny(step.case),
-            step.dtype,
-            self.options.device,
-            seed=SEED,
-            grad=step.mode != "fwd",
-        )
+        case, device, grad = plan.tiny(step.case), self.options.device, step.mode != "fwd"
+        problem = Problem.make(case, step.dtype, device, seed=SEED, grad=grad)
         contenders = {}
         for entry in entries:
             try:
@@ -213,11 +192,8 @@ class Runner:
         self._refuse(step, name, "failed", f"{type(error).__name__}: {error}")
 
     def _takes_part(self, name: str) -> bool:
-        return (
-            name not in ON_REQUEST
-            if self.options.backends is None
-            else name in self.options.backends
-        )
+        chosen = self.options.backends
+        return name not in ON_REQUEST if chosen is None else name in chosen
 
     def _without_reference(self, step: Step, entries: list[_Entry]) -> list[_Entry]:
         """Drop the slow reference if a fused backend supports the problem."""
@@ -270,14 +246,19 @@ class Runner:
         reason: str,
         verdict: check.Verdict | None = None,
     ) -> None:
-        self.not_run.append({
-            "op": step.case.op, "backend": backend, "case": step.case.name,
-            "shape": dict(step.case.shape),
-            "dtype": plan.dtype_name(step.dtype), "mode": step.mode, "status": status,
-            "reason": _short(reason),
+        self.not_run.append(self._about(step) | {
+            "backend": backend, "status": status, "reason": _short(reason),
             "error": verdict and _finite(verdict.error),
             "error_bound": verdict and _finite(verdict.bound),
         })  # fmt: skip
+
+    @staticmethod
+    def _about(step: Step) -> dict[str, Any]:
+        """Return the fields that name the problem."""
+        return {
+            "op": step.case.op, "case": step.case.name, "shape": dict(step.case.shape),
+            "dtype": plan.dtype_name(step.dtype), "mode": step.mode,
+        }  # fmt: skip
 
     # ---- after the clock
 
@@ -308,44 +289,26 @@ class Runner:
         self, step: Step, entry: _Entry, timings: Any, entries: list[_Entry]
     ) -> dict[str, Any]:
         name, timing, verdict = entry.provider.name, timings[entry.provider.name], entry.verdict
-        seconds = timing.median_ms * 1e-3
-        direction = {"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[step.mode]
+        seconds, own_dropout = timing.median_ms * 1e-3, entry.prepared.own_dropout
+        direction = plan.DIRECTIONS[step.mode]
         naive = next((e for e in entries if e.provider.name == NAIVE), None)
         ratio = None
         # Errors with and without dropout belong to different problems, so no ratio.
-        if (
-            verdict
-            and naive
-            and naive.verdict
-            and naive.prepared.own_dropout == entry.prepared.own_dropout
-        ):
+        if verdict and naive and naive.verdict and naive.prepared.own_dropout == own_dropout:
             ratio = _ratio(verdict, naive.verdict)
-        return {
-            "op": step.case.op,
-            "backend": name,
-            "provider": entry.prepared.label,
-            "case": step.case.name,
-            "shape": dict(step.case.shape),
-            "dtype": plan.dtype_name(step.dtype),
-            "mode": step.mode,
-            "device": self.options.device,
+        return self._about(step) | {
+            "backend": name, "provider": entry.prepared.label, "device": self.options.device,
             **timing.figures(),
             "tflops": step.case.flops(direction) / seconds / 1e12,
             "gbps": step.case.bytes(step.dtype, direction) / seconds / 1e9,
-            "error": verdict and verdict.error,
-            "error_bound": verdict and verdict.bound,
+            "error": verdict and verdict.error, "error_bound": verdict and verdict.bound,
             "bound_used": verdict and _finite(verdict.bound_used),
-            "errors": verdict and dict(verdict.errors),
-            "error_ratio_naive": ratio,
+            "errors": verdict and dict(verdict.errors), "error_ratio_naive": ratio,
             "speedup_naive": _speedup(timings, NAIVE, timing),
             "speedup_torch": _speedup(timings, TORCH, timing),
             "time_over_torch": timing.over(timings[TORCH]) if TORCH in timings else None,
-            "note": (
-                "checked without dropout, its own mask being random"
-                if entry.prepared.own_dropout
-                else ""
-            ),
-        }
+            "note": "checked without dropout, its own mask being random" * own_dropout,
+        }  # fmt: skip
 
 
 def work(problem: Problem, prepared: Prepared, mode: str) -> Callable[[], object]:
@@ -415,16 +378,10 @@ def memory_request(
     step: Step, backend: str, device: str, file: Path | None = None
 ) -> dict[str, Any]:
     """Return the request from which the probe's process makes the same call."""
-    return {
-        "case": step.case.name,
-        "shape": dict(step.case.shape),
-        "dtype": plan.dtype_name(step.dtype),
-        "mode": step.mode,
-        "backend": backend,
-        "file": file and str(file),
-        "device": device,
+    return Runner._about(step) | {
+        "backend": backend, "file": file and str(file), "device": device,
         "threads": torch.get_num_threads(),
-    }
+    }  # fmt: skip
 
 
 def memory_calls(request: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -435,13 +392,8 @@ def memory_calls(request: dict[str, Any]) -> tuple[Callable[[], object], Callabl
 
 
 def _memory_call(case: plan.Case, request: dict[str, Any]) -> Callable[[], object]:
-    problem = Problem.make(
-        case,
-        plan.DTYPES[request["dtype"]],
-        request["device"],
-        seed=SEED,
-        grad=request["mode"] != "fwd",
-    )
+    dtype, grad = plan.DTYPES[request["dtype"]], request["mode"] != "fwd"
+    problem = Problem.make(case, dtype, request["device"], seed=SEED, grad=grad)
     files = [Path(request["file"])] if request["file"] else []
     everyone = (*providers(case.op), *contenders(case.op, files))
     provider = next(p for p in everyone if p.name == request["backend"])

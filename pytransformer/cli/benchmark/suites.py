@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytransformer.cli.benchmark.plan import DTYPES, Step, resized
-from pytransformer.cli.benchmark.rows import ORACLE
-from pytransformer.cli.providers import NAIVE, TORCH, of_family
+from pytransformer.cli.providers import NAIVE, ORACLE, TORCH, of_family
 from pytransformer.testing.cases import Case, case
 from pytransformer.testing.kits import kits
 

@@ -8,7 +8,7 @@ buckets of a relative bias) is built during preparation, outside the clock, whic
 Work that a training step repeats (gathering a bias from its table) is timed.
 
 The file of a family, loaded by name, may have `PROVIDERS`, the peers of each op; `QUICK`, the rows
-of `bench --quick`; and `SUITES`, the rows of each suite (cli/benchmark/rows.py).
+of `bench --quick`; and `SUITES`, the rows of each suite.
 """
 
 from __future__ import annotations
@@ -50,7 +50,22 @@ ON_REQUEST = {
 }
 PEERS = (NAIVE, TORCH, *(name for name in ON_REQUEST if name not in VARIANTS))
 
+BOTH = ("float32", "bfloat16")
+ORACLE = "the oracle, not a contender; --providers reference times it"
+MODES = ("fwd", "fwd+bwd")
 Outputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A named case at a shape, in each dtype and mode."""
+
+    case: str
+    shape: Mapping[str, int]
+    dtypes: tuple[str, ...] = BOTH
+    modes: tuple[str, ...] = MODES
+    cold: bool = False  # empty the caches before each call
+    sustained: float = 0.0  # seconds of forward calls without a rest, after the bursts
 
 
 class Unsupported(Exception):

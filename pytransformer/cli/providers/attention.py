@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytransformer.cli.benchmark.rows import Row
 from pytransformer.cli.providers import (
     NAIVE,
     TORCH,
@@ -27,6 +26,7 @@ from pytransformer.cli.providers import (
     Prepared,
     Problem,
     Provider,
+    Row,
     Unsupported,
     compiled,
     installed,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pytransformer.cli.benchmark.rows import Row
 from pytransformer.cli.providers import (
     NAIVE,
     TORCH,
@@ -14,6 +13,7 @@ from pytransformer.cli.providers import (
     Prepared,
     Problem,
     Provider,
+    Row,
     Unsupported,
     compiled,
     installed,

@@ -13,8 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pytransformer.cli.benchmark.rows import Row
-from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, compiled
+from pytransformer.cli.providers import (
+    NAIVE,
+    TORCH,
+    Outputs,
+    Prepared,
+    Problem,
+    Provider,
+    Row,
+    compiled,
+)
 
 Linear = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 Activation = Callable[[torch.Tensor], torch.Tensor]

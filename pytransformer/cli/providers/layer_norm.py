@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pytransformer.cli.benchmark.rows import Row
 from pytransformer.cli.providers import (
     NAIVE,
     TORCH,
@@ -16,6 +15,7 @@ from pytransformer.cli.providers import (
     Prepared,
     Problem,
     Provider,
+    Row,
     Unsupported,
     compiled,
     installed,

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from pytransformer.cli.benchmark.rows import Row
-from pytransformer.cli.providers import NAIVE, Prepared, Problem, Provider, compiled
+from pytransformer.cli.providers import NAIVE, Prepared, Problem, Provider, Row, compiled
 from pytransformer.ops.rotary_positions import RotaryPositions
 
 Tables = tuple[torch.Tensor, torch.Tensor]

@@ -25,10 +25,11 @@ from pytransformer.cli import OK, WRONG, UsageError, machine
 from pytransformer.cli.verify import plan
 from pytransformer.console import Console
 from pytransformer.ops._core import checking, verification
-from pytransformer.ops._core.checking import Deadline, Stopwatch
+from pytransformer.ops._core.checking import Deadline, slowness
 from pytransformer.ops._core.registry import BACKENDS, OPS
 
-DEVICE_SECONDS = 120.0  # for an idle machine of nominal speed: see checking.py
+# On an idle machine of nominal speed: see checking.slowness.
+DEVICE_SECONDS = 120.0
 JOB_SECONDS = 30.0  # one or two kernel compilations and a small problem
 CHECKS_SHARE = 0.75  # share of the time; the rest is for timing
 CORES_A_PROCESS = 4
@@ -37,38 +38,20 @@ Line = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="print the results as one JSON object instead of text"
-    )
-    parser.add_argument(
-        "--backend",
-        action="append",
-        metavar="NAME",
-        help=(
-            f"this one alone; may be repeated ({', '.join(BACKENDS)}; default: all but the oracle)"
-        ),
-    )
-    parser.add_argument(
-        "--op",
-        action="append",
-        metavar="OP",
-        help=f"this one alone; may be repeated ({', '.join(OPS)})",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        action="append",
-        help="default: the CPU, and the GPU if there is one",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="N",
-        help=(
-            "time for a device; what is not checked then is left to the next run (120 on an idle"
-            " machine, more on a slow or busy one)"
-        ),
-    )
+    # fmt: off
+    parser.add_argument("--json", action="store_true",
+        help="print the results as one JSON object instead of text")
+    parser.add_argument("--backend", action="append", metavar="NAME",
+        help=f"this one alone; may be repeated ({', '.join(BACKENDS)}; default: all but the"
+        " oracle)")
+    parser.add_argument("--op", action="append", metavar="OP",
+        help=f"this one alone; may be repeated ({', '.join(OPS)})")
+    parser.add_argument("--device", choices=("cpu", "cuda"), action="append",
+        help="default: the CPU, and the GPU if there is one")
+    parser.add_argument("--seconds", type=float, metavar="N",
+        help="time for a device; what is not checked then is left to the next run (120 on an idle"
+        " machine, more on a slow or busy one)")
+    # fmt: on
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -118,22 +101,20 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float | Non
     device = (
         torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     )
-    began, until = (
-        time.monotonic(),
-        Deadline(seconds or DEVICE_SECONDS, Stopwatch(exact=seconds is not None)),
-    )
+    slow = slowness()
+    whole = Deadline(seconds or slow * DEVICE_SECONDS)
     all_jobs = {b: plan.checks(b, kind, ops) for b in backends if plan.is_for(b, kind)}
     kept, jobs = plan.continued(verification.load_file(device), all_jobs)
-    checks = kept + [plan.checked(line) for line in _checked(kind, jobs, until)]
+    checks = kept + [plan.checked(line) for line in _checked(kind, jobs, slow, whole)]
     timing = plan.timings(checks, kind, ops)
-    times = checking.run_jobs(timing, seconds=JOB_SECONDS, until=until) if timing else []
+    times = checking.run_jobs(timing, seconds=slow * JOB_SECONDS, until=whole) if timing else []
     results: Line = {}
 
     def change(before: Line | None) -> Line:
         results.update(merged(before, checks, times))
         now = datetime.datetime.now(datetime.timezone.utc)
         results["written"] = now.isoformat(timespec="seconds")
-        results["seconds"] = round(time.monotonic() - began, 1)
+        results["seconds"] = round(time.monotonic() - whole.start, 1)
         return results
 
     path = verification.update_file(device, change)
@@ -142,7 +123,7 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float | Non
     return {"key": verification.file_key(device), "path": where, **results}
 
 
-def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Line]:
+def _checked(kind: str, jobs: dict[str, list[Line]], slow: float, whole: Deadline) -> list[Line]:
     """Return the results; on a GPU, where compiling dominates, backends run in parallel."""
     apart = max(1, machine.usable_cores() // CORES_A_PROCESS) if kind == "cuda" else 1
     parts = [
@@ -168,8 +149,8 @@ def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Li
             with lock:
                 progress.step(f"{kind}: the backend {backend}")
             share = 1.0 if kind == "cuda" else (turn + 1) / len(parts)
-            until = Deadline(max(share * seconds, whole.watch.count() + 1), whole.watch)
-            return checking.run_jobs(own, seconds=JOB_SECONDS, until=until, told=told)
+            until = Deadline(max(share * seconds - (time.monotonic() - whole.start), 1.0))
+            return checking.run_jobs(own, seconds=slow * JOB_SECONDS, until=until, told=told)
 
         with ThreadPoolExecutor(max(1, len(parts)) if kind == "cuda" else 1) as pool:
             for found in pool.map(run_part, range(len(parts))):

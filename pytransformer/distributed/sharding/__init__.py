@@ -8,18 +8,12 @@ from typing import Any
 import torch
 
 from ...ops._core.op import Op
-from . import attention, cross_entropy, feed_forward, layer_norm, rotary
+from . import cross_entropy, rules
 from .call import Rule, run_split
 from .ways import WHOLE as WHOLE
 from .ways import Way as Way
 
-RULES: dict[str, Rule] = {
-    **attention.RULES,
-    **cross_entropy.RULES,
-    **feed_forward.RULES,
-    **layer_norm.RULES,
-    **rotary.RULES,
-}
+RULES: dict[str, Rule] = {**rules.RULES, **cross_entropy.RULES}
 # Ops with custom collectives.
 RUNS: dict[str, Any] = {**cross_entropy.RUNS}
 

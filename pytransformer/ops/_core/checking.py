@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backend checks in a child process, so that a hang, crash or lost CUDA context stays there.
 
-Time limits count the seconds of an idle core of known speed, which pass more slowly on a slow or
-busy machine.
+`slowness` stretches time limits on a slow or busy machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import queue
 import signal
@@ -19,12 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 WORKER = "pytransformer.cli.verify.worker"  # imported by name: it is above this layer
 PREAMBLE = ""  # code that the process runs first; tests inject faults with it
 TIME_UP = "the time was up"
+START_SECONDS = 300.0  # to import torch, on a busy machine too
 MOST_STARTS = 6  # maximum number of processes per run of jobs
 # The child forces backends and starts no child. Libraries use one thread because checks are small.
 ENVIRONMENT = {"PYTRANSFORMER_VERIFY": "off", "PYTRANSFORMER_STRICT": "0"}
@@ -36,7 +34,6 @@ def run_jobs(
     jobs: Sequence[Line],
     *,
     seconds: float,
-    start_seconds: float = 60.0,
     until: Deadline | None = None,
     told: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
@@ -44,7 +41,7 @@ def run_jobs(
 
     A job that exceeds ``seconds`` has the outcome "hung", and one whose process dies has "crashed";
     a new process runs the rest. Jobs not finished by ``until``, or whose process did not start
-    within ``start_seconds``, are "not checked". Slow or busy machines stretch the limits.
+    within START_SECONDS, are "not checked".
     """
     until = until or Deadline(float("inf"))
     results: list[Line] = []
@@ -58,16 +55,14 @@ def run_jobs(
             found = (_lost(job, "not checked", why) for job in rest)
         else:
             starts += 1
-            found = _one_process(rest, seconds, start_seconds, until)
+            found = _one_process(rest, seconds, until)
         for line in found:
             told(line)
             results.append(line)
     return results
 
 
-def _one_process(
-    jobs: Sequence[Line], seconds: float, start_seconds: float, until: Deadline
-) -> Iterator[Line]:
+def _one_process(jobs: Sequence[Line], seconds: float, until: Deadline) -> Iterator[Line]:
     """Yield at least one result, until the jobs or the process end."""
     try:
         process = subprocess.Popen(
@@ -96,7 +91,7 @@ def _one_process(
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(list(jobs)) + "\n")
             process.stdin.close()
-        if why := _why_not_ready(process, lines, start_seconds, until):
+        if why := _why_not_ready(process, lines, until):
             yield _lost(jobs[0], "not checked", why)
             return
         for job in jobs:
@@ -125,22 +120,19 @@ def _one_process(
 
 
 def _why_not_ready(
-    process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float, until: Deadline
+    process: subprocess.Popen[str], lines: queue.Queue[str], until: Deadline
 ) -> str | None:
     """Wait for the worker's first line, printed after its imports; return an error or None."""
-    text = _answer(lines, Deadline(seconds), until)
+    text = _answer(lines, Deadline(START_SECONDS), until)
     if text is None:
-        return f"the process did not start in {seconds:g} s" if until.left() else TIME_UP
+        return f"the process did not start in {START_SECONDS:g} s" if until.left() else TIME_UP
     return None if text else f"the process did not start: {_how_it_ended(process)}"
 
 
 def _answer(lines: queue.Queue[str], *limits: Deadline) -> str | None:
     """Return the next line, "" if the process ended, or None if a limit is reached."""
-    while wait := min(limit.left() for limit in limits):
-        with contextlib.suppress(queue.Empty):
-            return lines.get(timeout=min(wait, EVERY))
-    with contextlib.suppress(queue.Empty):  # arrived at the last moment
-        return lines.get_nowait()
+    with contextlib.suppress(queue.Empty):
+        return lines.get(timeout=min(limit.left() for limit in limits))
     return None
 
 
@@ -167,7 +159,6 @@ def _lost(job: Mapping[str, Any], outcome: str, detail: str) -> Line:
 
 NOMINAL = 0.0045  # seconds of loop_time on an idle AMD EPYC (Zen 5) under Python 3.11
 MOST = 6.0  # maximum slowdown: a hang must end on a busy machine too
-EVERY = 5.0  # seconds; nine loops are 1 % of that
 
 
 def loop_time() -> float:
@@ -183,42 +174,12 @@ def slowness() -> float:
     return min(max(1.0, statistics.mean(loop_time() for _ in range(9)) / NOMINAL), MOST)
 
 
-class Stopwatch:
-    """Seconds since creation, each divided by the slowness measured at its end unless ``exact``."""
-
-    def __init__(self, exact: bool = False) -> None:
-        self.exact, self._counted, self._until, self._lock = (
-            exact,
-            0.0,
-            time.monotonic(),
-            threading.Lock(),
-        )
-
-    def count(self, limit: float = math.inf) -> float:
-        """Return the seconds.
-
-        The slowness is measured every EVERY seconds, and before the limit counts as reached.
-        """
-        with self._lock:
-            now = time.monotonic()
-            passed = now - self._until
-            if (
-                self.exact
-                or self._counted >= limit
-                or (passed < EVERY and self._counted + passed < limit)
-            ):
-                return self._counted + passed
-            self._counted, self._until = self._counted + passed / slowness(), now
-            return self._counted
-
-
-@dataclass
 class Deadline:
-    """A limit of seconds on a stopwatch, by default a new one."""
+    """A limit in seconds from its creation."""
 
-    seconds: float
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.start = seconds, time.monotonic()
 
     def left(self) -> float:
         """Return the remaining seconds, at least 0."""
-        return max(0.0, self.seconds - self.watch.count(self.seconds))
+        return max(0.0, self.seconds - (time.monotonic() - self.start))

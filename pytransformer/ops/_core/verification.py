@@ -43,7 +43,7 @@ import torch
 from ..._file_lock import try_lock
 from ..._version import __version__
 from . import checking, native
-from .checking import Deadline, Stopwatch
+from .checking import Deadline
 from .registry import OPS
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _run_check(op: Op, backend: str, a: Any, size: int, seconds: float) -> None:
             " backend, PYTRANSFORMER_VERIFY=off checks none",
             file=sys.stderr,
         )
-    until = Deadline(seconds, Stopwatch(exact=True))
+    until = Deadline(seconds)
     (outcome,) = checking.run_jobs([job], seconds=HANG_SECONDS, until=until)
     names = ("op", "backend", "dtype", "size", "outcome", "detail")
     lines = [*outcome.get("lines", ()), {name: outcome.get(name) for name in names}]
@@ -351,7 +351,12 @@ KERNELS = __package__.partition(".")[0] + ".kernels"
 CODE = ("ops/_backends", "ops/_problem")  # besides the kernels: a change here invalidates a result
 MAX_BYTES, MAX_LINES, MAX_TEXT = 8 << 20, 20_000, 1000
 LOCK_SECONDS = 10.0  # a writer holds the lock for milliseconds
-TEXTS = ("op", "backend", "dtype", "outcome")
+NONE = type(None)
+LINE: dict[str, tuple[type, ...]] = {  # the types of a check's fields
+    **dict.fromkeys(("op", "backend", "dtype", "outcome"), (str,)), "size": (int,),
+    "case": (str, NONE), "detail": (str, NONE), "bound_used": (int, float, NONE),
+    "last": (int, str, NONE),
+}  # fmt: skip
 _warned: set[Path] = set()
 
 
@@ -496,45 +501,35 @@ def check_file(content: dict[str, Any]) -> None:
         ValueError: an entry is missing, has another type, or is too large.
     """
 
-    def is_text(value: Any) -> bool:
-        return isinstance(value, str) and len(value) <= MAX_TEXT
-
     def expect(holds: bool, what: str) -> None:
         if not holds:
             raise ValueError(what)
 
+    def texts(values: Any, kind: type = list) -> bool:
+        return isinstance(values, kind) and all(_fits(value, (str,)) for value in values)
+
     parts, lines = content.get("key"), content.get("checks")
-    good = isinstance(parts, dict) and all(is_text(x) for pair in parts.items() for x in pair)
+    good = texts(parts, dict) and texts([*parts.values()])
     expect(good, "key must be an object of texts")
     expect(isinstance(lines, list) and len(lines) <= MAX_LINES, "checks must be a list")
-    for line in lines or ():
+    for line in lines:
         expect(isinstance(line, dict), "a check must be an object")
-        expect(
-            all(is_text(line.get(name)) for name in TEXTS), f"a check must have {TEXTS} as texts"
-        )
-        expect(type(line.get("size")) is int, "the size of a check must be an integer")
-        for name in ("case", "detail"):
-            expect(
-                line.get(name) is None or is_text(line[name]), f"{name} of a check must be a text"
-            )
-        used = line.get("bound_used")
-        finite = isinstance(used, (int, float)) and math.isfinite(used)
-        expect(used is None or finite, "bound_used of a check must be a number")
-        last = line.get("last")
-        expect(
-            last is None or is_text(last) or type(last) is int, "last must be an integer or a text"
-        )
+        for name, kinds in LINE.items():
+            names = " or ".join(kind.__name__ for kind in kinds)
+            expect(_fits(line.get(name), kinds), f"{name} of a check must be {names}")
     complete, order = content.get("complete", []), content.get("order", {})
     good = isinstance(complete, list) and len(complete) <= MAX_LINES
-    good = good and all(
-        isinstance(c, list) and len(c) == 3 and all(map(is_text, c)) for c in complete
-    )
+    good = good and all(texts(entry) and len(entry) == 3 for entry in complete)
     expect(good, "complete must be a list of (op, backend, dtype)")
-    good = isinstance(order, dict) and all(
-        is_text(op) and isinstance(names, list) and len(names) <= 16 and all(map(is_text, names))
-        for op, names in order.items()
-    )
+    good = texts(order, dict) and all(texts(v) and len(v) <= 16 for v in order.values())
     expect(good, "order must be an object of lists of backends")
+
+
+def _fits(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Return True for a value of exactly one of these types, a short text, a finite number."""
+    if isinstance(value, str):
+        return str in kinds and len(value) <= MAX_TEXT
+    return type(value) in kinds and (not isinstance(value, float) or math.isfinite(value))
 
 
 @contextlib.contextmanager

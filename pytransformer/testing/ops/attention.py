@@ -285,16 +285,8 @@ VARLEN: dict[str, tuple[Builder, str, Share]] = {
 }
 
 
-def _pattern(pattern: Pattern) -> tuple[Builder, str, Share]:
-    """Return a pattern's builder, dims with Lq = Lk, and share of running blocks."""
-    return (
-        _attention(attn_mask=lambda d: pattern.make(d["Lk"], d.device)),
-        "apart pattern",
-        lambda s: pattern.share(s["Lk"]),
-    )
-
-
 DIMS = "B Hq Hkv Lq Lk D"
+PLAIN, VARLEN_OP = "attention", "attention_varlen"
 
 
 def _work(share: Share, s: Mapping[str, int]) -> Work:
@@ -306,66 +298,38 @@ def _work(share: Share, s: Mapping[str, int]) -> Work:
     return Work((flops, 2.5 * flops), (q + kv + out, 2 * q + 2 * kv + 2 * out))
 
 
-def _shaped(
-    size: Mapping[str, int],
-    name: str,
-    build: Builder,
-    tags: str,
-    share: Share = _all,
-    op: str = "attention",
-    **other: int,
-) -> Case:
-    found = made(name, op, DIMS, size, build, tags, partial(_work, share))
-    return replace(found, shape={**found.shape, **other})
+# Cases at other shapes: op, builder, tags, share, and the dimensions that differ from the size's.
+Changes = Callable[[Mapping[str, int]], dict[str, int]]
+PAGES, PACKED_PAGES = "apart forward_only padding", "apart forward_only varlen causal"
+RESHAPED: dict[str, tuple[str, Builder, str, Share, Changes]] = {
+    "gqa": (PLAIN, _attention(causal="top_left"), "core gqa causal", _half,
+        lambda s: {"Hkv": max(1, s["Hq"] // 4)}),
+    "cross": (PLAIN, _attention(key_lengths=_lengths("Lk")), "padding cross", _padded_share("Lk"),
+        lambda s: {"Lk": 2 * s["Lk"] + 1}),
+    "decode": (PLAIN, _attention(causal="bottom_right"), "core decode", _all,
+        lambda s: {"Lq": 1, "Lk": 4 * s["Lk"]}),
+    "value_dim": (PLAIN, _attention(), "value_dim", _all, lambda s: {"Dv": s["D"] // 2 * 3}),
+    "pages": (PLAIN, _pages, PAGES, _padded_share("Lk"), lambda s: {"page_size": 16}),
+    "decode_pages": (PLAIN, _pages, PAGES, _padded_share("Lk"),
+        lambda s: {"Lq": 1, "Lk": 4 * s["Lk"], "page_size": 16}),
+    **{name: (VARLEN_OP, *case, lambda s: {}) for name, case in VARLEN.items()},
+    "varlen_pages": (VARLEN_OP, _packed_pages, PACKED_PAGES, _packed_pages_share,
+        lambda s: {"page_size": 16}),
+}  # fmt: skip
+
+
+def _of_pattern(pattern: Pattern) -> tuple[Builder, str, Share]:
+    """Return a pattern's builder, for Lq = Lk, and the share of blocks that run."""
+    builder = _attention(attn_mask=lambda d: pattern.make(d["Lk"], d.device))
+    return builder, "apart pattern", lambda s: pattern.share(s["Lk"])
 
 
 def _cases(size: Mapping[str, int]) -> Iterator[Case]:
-    patterns = {name: _pattern(pattern) for name, pattern in PATTERNS.items()}
-    for name, (build, tags, share) in {**PADDED, **patterns}.items():
-        yield _shaped(size, name, build, tags, share)
-    longer, wider = 2 * size["Lk"] + 1, size["D"] // 2 * 3
-    yield _shaped(
-        size,
-        "gqa",
-        _attention(causal="top_left"),
-        "core gqa causal",
-        _half,
-        Hkv=max(1, size["Hq"] // 4),
-    )
-    yield _shaped(
-        size,
-        "cross",
-        _attention(key_lengths=_lengths("Lk")),
-        "padding cross",
-        _padded_share("Lk"),
-        Lk=longer,
-    )
-    yield _shaped(
-        size, "decode", _attention(causal="bottom_right"), "core decode", Lq=1, Lk=4 * size["Lk"]
-    )
-    yield _shaped(size, "value_dim", _attention(), "value_dim", Dv=wider)
-    for name, lq, lk in (("pages", size["Lq"], size["Lk"]), ("decode_pages", 1, 4 * size["Lk"])):
-        yield _shaped(
-            size,
-            name,
-            _pages,
-            "apart forward_only padding",
-            _padded_share("Lk"),
-            Lq=lq,
-            Lk=lk,
-            page_size=16,
-        )
-    for name, (build, tags, share) in VARLEN.items():
-        yield _shaped(size, name, build, tags, share, op="attention_varlen")
-    yield _shaped(
-        size,
-        "varlen_pages",
-        _packed_pages,
-        "apart forward_only varlen causal",
-        _packed_pages_share,
-        op="attention_varlen",
-        page_size=16,
-    )
+    patterns = {name: _of_pattern(pattern) for name, pattern in PATTERNS.items()}
+    same = {name: (PLAIN, *c, lambda s: {}) for name, c in {**PADDED, **patterns}.items()}
+    for name, (op, build, tags, share, changes) in {**same, **RESHAPED}.items():
+        found = made(name, op, DIMS, size, build, tags, partial(_work, share))
+        yield replace(found, shape={**found.shape, **changes(size)})
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:

@@ -9,8 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from .. import exact_cross_entropy, oracle
-from ..case import Builder, Case, Draw, Work, made
+from ..case import Builder, Case, Draw, Problem, Work, made
 from ..kit import Kit
+
+TENSORS = ("x", "weight", "target", "bias", "class_weight")
+KEYWORDS = ("ignore_index", "label_smoothing", "reduction", "softcap", "z_loss_weight")
 
 
 def _cross_entropy(**fixed: Any) -> Builder:
@@ -44,23 +47,9 @@ def _work(s: Mapping[str, int]) -> Work:
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
-    tensors = {
-        name: named[name]
-        for name in ("x", "weight", "target", "bias", "class_weight")
-        if named.get(name) is not None
-    }
-    tensors |= dict(zip(("grad_out",), grads or []))
-    keywords = {
-        name: named[name]
-        for name in ("ignore_index", "label_smoothing", "reduction", "softcap", "z_loss_weight")
-        if name in named
-    }
-    drawn = exact_cross_entropy.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
-    return oracle.exact(exact_cross_entropy.solve(drawn))
+    return oracle.exact(
+        exact_cross_entropy.solve(Problem.of_call(op, named, grads, TENSORS, KEYWORDS))
+    )
 
 
-KIT = Kit(
-    cases=_cases,
-    solve=_solve,
-    limits=exact_cross_entropy.LIMITS,
-)
+KIT = Kit(cases=_cases, solve=_solve, limits=exact_cross_entropy.LIMITS)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import exact_feed_forward, oracle
-from ..case import SEEDED, Builder, Case, Draw, Work, made
+from ..case import SEEDED, Builder, Case, Draw, Problem, Work, made
 from ..kit import Kit
 
 TENSORS = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
+KEYWORDS = ("activation", "dropout_p", "dropout_seed")
 
 
 def _feed_forward(activation: str, gated: bool = False, bias: bool = True, **fixed: Any) -> Builder:
@@ -68,17 +69,9 @@ def _work(products: int, s: Mapping[str, int]) -> Work:
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
-    tensors = {name: named[name] for name in TENSORS if named.get(name) is not None}
-    tensors |= dict(zip(("grad_out",), grads or []))
-    keywords = {
-        name: named[name] for name in ("activation", "dropout_p", "dropout_seed") if name in named
-    }
-    drawn = exact_feed_forward.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
-    return oracle.exact(exact_feed_forward.solve(drawn))
+    return oracle.exact(
+        exact_feed_forward.solve(Problem.of_call(op, named, grads, TENSORS, KEYWORDS))
+    )
 
 
-KIT = Kit(
-    cases=_cases,
-    solve=_solve,
-    limits=exact_feed_forward.LIMITS,
-)
+KIT = Kit(cases=_cases, solve=_solve, limits=exact_feed_forward.LIMITS)

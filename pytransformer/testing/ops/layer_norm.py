@@ -9,8 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from .. import exact_layer_norm, oracle
-from ..case import SEEDED, Builder, Case, Draw, Work, made
+from ..case import SEEDED, Builder, Case, Draw, Problem, Work, made
 from ..kit import Kit
+
+TENSORS = ("x", "residual", "weight", "bias")
+KEYWORDS = ("eps", "kind", "dropout_p", "dropout_seed")
 
 
 def _norm(weight: bool = True, bias: bool = True, **fixed: Any) -> Builder:
@@ -66,30 +69,13 @@ def _added(s: Mapping[str, int]) -> Work:
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
-    tensors = {
-        name: named[name]
-        for name in ("x", "residual", "weight", "bias")
-        if named.get(name) is not None
-    }
-    tensors |= dict(zip(("grad_out", "grad_residual_out"), grads or []))
-    keywords: dict[str, Any] = {
-        name: named[name] for name in ("eps", "kind", "dropout_p", "dropout_seed") if name in named
-    }
-    drawn = exact_layer_norm.Problem(
-        op, named["x"].dtype, 1, "zero_mean", tensors, {}, keywords, []
-    )
-    stored = None
+    drawn, stored = Problem.of_call(op, named, grads, TENSORS, KEYWORDS), None
     if op == ADD_NORM:
         # The norm's input is the stored sum, rounded once.
         kept = exact_layer_norm.keep_factor(drawn)
-        stored = (named["x"].double() * kept + named["residual"].double()).to(
-            named["residual"].dtype
-        )
+        stored = named["x"].double() * kept + named["residual"].double()
+        stored = stored.to(named["residual"].dtype)
     return oracle.exact(exact_layer_norm.solve(drawn, stored))
 
 
-KIT = Kit(
-    cases=_cases,
-    solve=_solve,
-    limits=exact_layer_norm.LIMITS,
-)
+KIT = Kit(cases=_cases, solve=_solve, limits=exact_layer_norm.LIMITS)

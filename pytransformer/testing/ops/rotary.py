@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import exact_rotary, oracle
-from ..case import Builder, Case, Draw, Work, made
+from ..case import Builder, Case, Draw, Problem, Work, made
 from ..kit import Kit
 
 LLAMA = ("llama3", 8.0, 32)  # matches the cases' short lengths
@@ -118,15 +118,8 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
     elif grads:
         tensors["grad_out"] = grads[0]
     first = tensors["x" if op == "rotary" else "query"]
-    return oracle.exact(
-        exact_rotary.solve(
-            exact_rotary.Problem(op, first.dtype, "zero_mean", tensors, {}, keywords, [])
-        )
-    )
+    drawn = Problem(op, first.dtype, "zero_mean", tensors, {}, keywords, [])
+    return oracle.exact(exact_rotary.solve(drawn))
 
 
-KIT = Kit(
-    cases=_cases,
-    solve=_solve,
-    limits=exact_rotary.LIMITS,
-)
+KIT = Kit(cases=_cases, solve=_solve, limits=exact_rotary.LIMITS)

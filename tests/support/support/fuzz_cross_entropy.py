@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pytransformer.testing import bounds, oracle
 from pytransformer.testing.case import Case, named
+from pytransformer.testing.case import Problem as Problem
 from pytransformer.testing.exact_cross_entropy import LIMITS as LIMITS
-from pytransformer.testing.exact_cross_entropy import Problem as Problem
 from pytransformer.testing.exact_cross_entropy import solve as solve
 from pytransformer.testing.oracle import exact
 
@@ -91,7 +91,9 @@ def draw(seed: int, case: int) -> Problem:
         *keywords,
         *({"strided"} if any(v != "contiguous" for v in layouts.values()) else ()),
     }
-    return Problem(dtype, data, tensors, layouts, keywords, wanted, features)
+    return Problem(
+        "linear_cross_entropy", dtype, data, tensors, layouts, keywords, wanted, features
+    )
 
 
 def _options(
@@ -141,9 +143,8 @@ def of_case(case: Case, dtype: torch.dtype, **keywords: Any) -> Problem:
     wanted = [n for n in tensors if n not in NO_GRADIENT]
     shape = tensors["target"].shape if keywords.get("reduction") == "none" else ()
     tensors["grad_out"] = torch.randn(shape)
-    return Problem(
-        dtype, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted
-    )
+    layouts = dict.fromkeys(tensors, "contiguous")
+    return Problem(case.op, dtype, "zero_mean", tensors, layouts, keywords, wanted)
 
 
 def run(

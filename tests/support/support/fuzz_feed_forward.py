@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pytransformer.testing import bounds
+from pytransformer.testing.case import Problem as Problem
 from pytransformer.testing.exact_feed_forward import LIMITS as LIMITS
-from pytransformer.testing.exact_feed_forward import Problem as Problem
 from pytransformer.testing.exact_feed_forward import solve as solve
 from pytransformer.testing.oracle import exact
 
@@ -79,7 +79,7 @@ def draw(seed: int, case: int) -> Problem:
         keywords["activation"],
         *({"strided"} if any(v != "contiguous" for v in layouts.values()) else ()),
     }
-    return Problem(dtype, data, tensors, layouts, keywords, wanted, features)
+    return Problem("feed_forward", dtype, data, tensors, layouts, keywords, wanted, features)
 
 
 def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:

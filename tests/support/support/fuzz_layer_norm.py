@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pytransformer.testing import bounds
 from pytransformer.testing.case import Case, named
+from pytransformer.testing.case import Problem as Problem
 from pytransformer.testing.exact_layer_norm import LIMITS as LIMITS
-from pytransformer.testing.exact_layer_norm import Problem as Problem
 from pytransformer.testing.exact_layer_norm import solve as solve
 from pytransformer.testing.oracle import exact
 
@@ -102,7 +102,7 @@ def draw(seed: int, case: int) -> Problem:
     }
     if any(tensors[n].dtype != dtype for n in ("residual", "weight", "bias") if n in tensors):
         features.add("mixed")
-    return Problem(op, dtype, dims, data, tensors, layouts, keywords, wanted, features)
+    return Problem(op, dtype, data, tensors, layouts, keywords, wanted, features, dims)
 
 
 def of_case(case: Case, dtype: torch.dtype) -> Problem:
@@ -115,7 +115,7 @@ def of_case(case: Case, dtype: torch.dtype) -> Problem:
     for grad in ("grad_out", "grad_residual_out")[: 1 + (case.op == "add_norm")]:
         tensors[grad] = torch.randn(tensors["x"].shape, dtype=torch.float64).to(dtype)
     layouts = dict.fromkeys(tensors, "contiguous")
-    return Problem(case.op, dtype, 1, "zero_mean", tensors, layouts, keywords, wanted)
+    return Problem(case.op, dtype, "zero_mean", tensors, layouts, keywords, wanted)
 
 
 # ---- one problem on one backend
@@ -178,11 +178,10 @@ def judge(
     problem: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu"
 ) -> tuple[list[bounds.Check], list[str]]:
     """Check one backend on the problem; `repeat` runs it twice and compares bits."""
-    coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
     return judge_run(
         lambda: run(problem, backend, device),
         lambda results: exact(solve(problem, results.get("residual_out"))), backend, repeat,
-        dtype=coarse, data=data_of(problem), limits=LIMITS,
+        dtype=problem.coarse_dtype, data=data_of(problem), limits=LIMITS,
     )  # fmt: skip
 
 

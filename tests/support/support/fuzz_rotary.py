@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pytransformer.testing import bounds
+from pytransformer.testing.case import Problem as Problem
 from pytransformer.testing.exact_rotary import FILL, turning
 from pytransformer.testing.exact_rotary import LIMITS as LIMITS
-from pytransformer.testing.exact_rotary import Problem as Problem
 from pytransformer.testing.exact_rotary import solve as solve
 from pytransformer.testing.oracle import exact
 

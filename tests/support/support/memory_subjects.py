@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory subjects for `cli.benchmark.model_memory.peaks`; needs transformers.
+"""Peak memory subjects for `support.model_memory.peaks`; needs transformers.
 
 ===================  ============================================================================
 "t5 LENGTH"          a training step of a tiny, converted T5 on one sequence: "ours"

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pytransformer.ops.cross_entropy import linear_cross_entropy
-from pytransformer.testing.exact_cross_entropy import LIMITS, Problem, solve
+from pytransformer.testing.case import Problem
+from pytransformer.testing.exact_cross_entropy import LIMITS, solve
 from pytransformer.testing.oracle import exact
 
 from .. import fuzz_cross_entropy

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from pytransformer.testing.exact_feed_forward import LIMITS, Problem, solve
+from pytransformer.testing.case import Problem
+from pytransformer.testing.exact_feed_forward import LIMITS, solve
 from pytransformer.testing.oracle import exact
 
 from .. import fuzz_feed_forward

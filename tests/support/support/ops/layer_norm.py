@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pytransformer.ops.layer_norm import add_norm, layer_norm
-from pytransformer.testing.exact_layer_norm import LIMITS, Problem, solve
+from pytransformer.testing.case import Problem
+from pytransformer.testing.exact_layer_norm import LIMITS, solve
 from pytransformer.testing.oracle import exact
 
 from .. import fuzz_layer_norm

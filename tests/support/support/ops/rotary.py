@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pytransformer.testing import exact_rotary
-from pytransformer.testing.exact_rotary import LIMITS, Problem, solve
+from pytransformer.testing.case import Problem
+from pytransformer.testing.exact_rotary import LIMITS, solve
 from pytransformer.testing.oracle import exact
 
 from .. import fuzz_rotary

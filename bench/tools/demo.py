@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check and time attention and whole models beside PyTorch, in about four minutes.
+"""`make demo`: check and time attention and full models beside PyTorch, in minutes.
 
 Prints whether this machine's kernels are correct, six attention problems with
 1,024 tokens (forward and backward, float32), and two layers of BERT and T5
@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import pytransformer as pt
+from pytransformer.cli import OK, WRONG, doctor, main
+from pytransformer.cli.benchmark import memory, plan
+from pytransformer.cli.benchmark.runner import REFERENCE, Options, Runner
+from pytransformer.cli.providers import TORCH
+from pytransformer.console import Console
 
-from ..console import Console
-from . import OK, WRONG, doctor
-from .benchmark import memory, models, plan
-from .benchmark.runner import REFERENCE, Options, Runner
-from .providers import TORCH
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
+import full_models as models
 
 CASES = ("full", "causal", "window", "t5_bias", "dropout", "key_padding")
 SHAPE = {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1024, "Lk": 1024, "D": 64}
@@ -45,7 +49,10 @@ class Ratio(NamedTuple):
         return f"{self.title}, {self.value:.2f}x PyTorch's speed"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--models",
         nargs="*",
@@ -60,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=MODEL_SECONDS,
         help="timing per model and mode (default %(default)s)",
     )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -194,3 +203,7 @@ def summary(console: Console, ratios: Sequence[Ratio], wrong: Sequence[str]) -> 
     console.print(
         "Next: pytransformer doctor (what works here), pytransformer bench --quick (every op)"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main(parser=build_parser()))

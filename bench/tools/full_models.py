@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer bench models`: Hugging Face models beside sdpa and eager code.
+"""`python bench/tools/full_models.py`: Hugging Face models beside sdpa and eager code.
 
 Base-size models with random weights run at realistic lengths and padding.
 "pytransformer" is the model after `integrations.transformers.register()`,
@@ -28,10 +28,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import pytransformer as pt
-from pytransformer.cli import OK, WRONG, UsageError
-from pytransformer.cli.benchmark import clock, model_memory, plan, report, results
+from pytransformer.cli import OK, WRONG, UsageError, main
+from pytransformer.cli.benchmark import clock, plan, report, results
 from pytransformer.console import Console
 from pytransformer.ops._core.registry import trace
+
+sys.path.append(str(Path(__file__).resolve().parent))  # the helper process imports this file
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+from support import model_memory
 
 SCHEMA_VERSION = 1
 EAGER, SDPA, OURS = VARIANTS = ("eager", "sdpa", "pytransformer")
@@ -316,7 +320,7 @@ def _speedup(
 
 def _peaks(ask: Ask) -> dict[tuple[str, str], int]:
     try:
-        return model_memory.peaks([(str(ask), variant) for variant in VARIANTS], __name__)
+        return model_memory.peaks([(str(ask), v) for v in VARIANTS], Path(__file__).stem)
     except model_memory.Unmeasured:
         return {}
 
@@ -324,11 +328,9 @@ def _peaks(ask: Ask) -> dict[tuple[str, str], int]:
 # ---- the command
 
 
-def run(argv: Sequence[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="pytransformer bench models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "models", nargs="*", metavar="MODEL", help=f"default all: {', '.join(MODELS)}"
@@ -358,10 +360,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write (default ./results/models-<date>)"
     )
-    arguments = parser.parse_args(argv)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
     asks = _asks(arguments)
     console, rows = Console(), []
-    where = results.environment("cpu", " ".join(["pytransformer", *sys.argv[1:]]))
+    where = results.environment("cpu", " ".join(["full_models.py", *arguments.argv]))
     console.print(report.environment_text(where))
     with console.progress(len(asks)) as progress:
         for ask in asks:
@@ -373,11 +379,7 @@ def run(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     document = {"schema_version": SCHEMA_VERSION, "environment": where, "rows": rows}
     (folder / "models.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    table = report.markdown_table(COLUMNS, [_line(row) for row in rows], COLUMNS[4:])
-    (folder / "models.md").write_text(
-        f"# Whole models\n\n{report.environment_text(where)}\n\n{table}\n", encoding="utf-8"
-    )
-    console.print(f"Written to {folder}: models.json, models.md")
+    console.print(f"Written to {folder}: models.json")
     for row in (r for r in rows if r["wrong"] and r["mode"] == MODES[0]):
         console.print(
             f"WRONG, not timed: {row['model']} {row['dtype']} {row['variant']}: {row['wrong']}"
@@ -417,7 +419,7 @@ def _asks(arguments: argparse.Namespace) -> list[Ask]:
         import transformers
     except ImportError as error:
         raise UsageError(
-            'bench models needs transformers: pip install "pytransformer-kernels[hf]"'
+            'full_models needs transformers: pip install "pytransformer-kernels[hf]"'
         ) from error
     assert transformers
     names, dtypes = arguments.models or list(MODELS), arguments.dtype.split(",")
@@ -432,3 +434,7 @@ def _asks(arguments: argparse.Namespace) -> list[Ask]:
         for name in names
         for d in dtypes
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(parser=build_parser()))

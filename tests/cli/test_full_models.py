@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench models: errors, and one complete comparison."""
+"""bench/tools/full_models.py: errors, and one complete comparison."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from pytransformer.cli import OK, USAGE, main
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "tools"))
+import full_models
 
 pytest.importorskip("transformers", reason='transformers is not installed (the extra "hf")')
 
@@ -24,7 +28,7 @@ pytest.importorskip("transformers", reason='transformers is not installed (the e
 def test_bad_input_is_named(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "models", *arguments]) == USAGE
+    assert main(arguments, parser=full_models.build_parser()) == USAGE
     assert said in capsys.readouterr().err
 
 
@@ -43,12 +47,12 @@ def test_one_model_is_measured(tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
     ]
-    assert main(["bench", "models", *arguments]) == OK
+    assert main(arguments, parser=full_models.build_parser()) == OK
     rows = json.loads((tmp_path / "models.json").read_text())["rows"]
     assert {(r["mode"], r["variant"]) for r in rows} == {
         (mode, variant)
         for mode in ("forward", "training_step")
         for variant in ("eager", "sdpa", "pytransformer")
     }
+    assert {row["model"] for row in rows} == {"ViT-B/16, 1 of 12 layers"}
     assert all(r["wrong"] is None and r["median_ms"] > 0 and r["speedup_sdpa"] > 0 for r in rows)
-    assert "ViT-B/16, 1 of 12 layers" in (tmp_path / "models.md").read_text()

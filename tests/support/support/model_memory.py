@@ -2,8 +2,8 @@
 """Peak memory of a training step of each model and variant, in a fresh process.
 
 A helper process builds the models and then forks one child per measurement. Building happens once,
-and no variant's allocations hide those of the next. Linux only, like `memory`, which measures the
-peaks.
+and no variant's allocations hide those of the next. Linux only, like `cli.benchmark.memory`, which
+measures the peaks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from .memory import ENVIRONMENT, measure_rise, why_not
-from .memory import Unmeasured as Unmeasured
+from pytransformer.cli.benchmark.memory import ENVIRONMENT, measure_rise, why_not
+from pytransformer.cli.benchmark.memory import Unmeasured as Unmeasured
 
 
 def peaks(requests: Sequence[tuple[str, str]], source: str) -> dict[tuple[str, str], int]:
@@ -32,8 +32,7 @@ def peaks(requests: Sequence[tuple[str, str]], source: str) -> dict[tuple[str, s
     import torch
 
     code = (
-        f"import sys; sys.path[:] = {sys.path!r};"
-        " from pytransformer.cli.benchmark.model_memory import serve; serve()"
+        f"import sys; sys.path[:] = {sys.path!r}; from support.model_memory import serve; serve()"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code],
