@@ -508,7 +508,8 @@ def check_file(content: dict[str, Any]) -> None:
     def texts(values: Any, kind: type = list) -> bool:
         return isinstance(values, kind) and all(_fits(value, (str,)) for value in values)
 
-    parts, lines = content.get("key"), content.get("checks")
+    parts: Any = content.get("key")
+    lines: Any = content.get("checks")
     good = texts(parts, dict) and texts([*parts.values()])
     expect(good, "key must be an object of texts")
     expect(isinstance(lines, list) and len(lines) <= MAX_LINES, "checks must be a list")
@@ -517,7 +518,8 @@ def check_file(content: dict[str, Any]) -> None:
         for name, kinds in LINE.items():
             names = " or ".join(kind.__name__ for kind in kinds)
             expect(_fits(line.get(name), kinds), f"{name} of a check must be {names}")
-    complete, order = content.get("complete", []), content.get("order", {})
+    complete: Any = content.get("complete", [])
+    order: Any = content.get("order", {})
     good = isinstance(complete, list) and len(complete) <= MAX_LINES
     good = good and all(texts(entry) and len(entry) == 3 for entry in complete)
     expect(good, "complete must be a list of (op, backend, dtype)")

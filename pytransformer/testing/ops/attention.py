@@ -326,7 +326,9 @@ def _of_pattern(pattern: Pattern) -> tuple[Builder, str, Share]:
 
 def _cases(size: Mapping[str, int]) -> Iterator[Case]:
     patterns = {name: _of_pattern(pattern) for name, pattern in PATTERNS.items()}
-    same = {name: (PLAIN, *c, lambda s: {}) for name, c in {**PADDED, **patterns}.items()}
+    same: dict[str, Any] = {
+        name: (PLAIN, *c, lambda s: {}) for name, c in {**PADDED, **patterns}.items()
+    }
     for name, (op, build, tags, share, changes) in {**same, **RESHAPED}.items():
         found = made(name, op, DIMS, size, build, tags, partial(_work, share))
         yield replace(found, shape={**found.shape, **changes(size)})
