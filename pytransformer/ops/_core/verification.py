@@ -505,7 +505,7 @@ def check_file(content: dict[str, Any]) -> None:
         if not holds:
             raise ValueError(what)
 
-    def texts(values: Any, kind: type = list) -> bool:
+    def texts(values: Any, kind: type[list[Any]] | type[dict[str, Any]] = list) -> bool:
         return isinstance(values, kind) and all(_fits(value, (str,)) for value in values)
 
     parts: Any = content.get("key")
