@@ -151,6 +151,8 @@ def _source(function: Callable[..., Any]) -> _Source:
             of_self.append(part.attr)
         if isinstance(part, ast.Name):
             of_file.append(part.id)
+        if getattr(part, "type_params", None) == []:  # since Python 3.12
+            del part.type_params  # type: ignore[attr-defined]
         for field in ("id", "arg"):
             if (name := getattr(part, field, None)) in RENAMED:
                 setattr(part, field, RENAMED[name])
