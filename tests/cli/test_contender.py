@@ -127,7 +127,7 @@ def test_contender_with_dropout_is_checked_without(tmp_path: Path) -> None:
     ("name", "source", "message"),
     [
         ("torch.py", "", "torch.py has the name of an implementation, torch"),
-        ("mine.py", "x = 1", "has no function with the name of an op; the ops are layer_norm"),
+        ("mine.py", "x = 1", "has no function with the name of an op; the ops are attention"),
         ("mine.py", "import no_such_module", "raised ModuleNotFoundError: No module named"),
         ("absent.py", None, "absent.py is not a Python file"),
     ],
