@@ -178,14 +178,14 @@ def _bypassed(
         of = type(module).__name__
         if isinstance(module, Converted):
             converted_by = find_rule(module.converted_from)
-            if converted_by is not None and (reason := converted_by.condition(module)) is not None:
-                found.append(
-                    (
-                        name,
-                        of,
-                        f"is converted but runs its original {converted_by.method}: it {reason}",
-                    )
-                )
+            aside = [
+                (name, of, f"is converted but runs its original {one.method}: it {reason}")
+                for one in (() if converted_by is None else (converted_by, *converted_by.also))
+                if one.method in vars(module.__class__)
+                and (reason := one.condition(module)) is not None
+            ]
+            if aside:
+                found += aside
                 continue
         rule = None if isinstance(module, Converted) else find_rule(type(module))
         innermost = not any("Attention" in type(child).__name__ for child in module.children())

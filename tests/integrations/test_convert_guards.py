@@ -9,6 +9,7 @@ must fall back.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.utils import parametrize
 
 import pytransformer as pt
 from pytransformer.integrations.convert import code
-from pytransformer.integrations.convert.rules import KINDS, find_rule
+from pytransformer.integrations.convert.rules import KINDS, RULES, find_rule
 from support.hugging_face import FAMILIES, distance, inputs_of, model_distance_limit
 
 LIMIT = model_distance_limit(torch.float32)
@@ -288,6 +289,23 @@ def test_replaced_code_in_a_class_or_file_takes_effect(
                     f"{owner.__name__}.{attribute}, {order}: off by {distance(found, expected):.1e}"
                 )
     assert cases > 10 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])
+
+
+def test_every_method_that_a_rule_replaces_is_checked(hugging_face: Any) -> None:
+    """A mixin's other methods would override the class's own without the check of each call."""
+    seen = 0
+    for key, rule in RULES.items():
+        file, _, name = key.rpartition(".") if isinstance(key, str) else ("", "", "")
+        try:
+            cls = getattr(importlib.import_module(file), name) if file else key
+        except (ImportError, AttributeError):  # timm, or another transformers
+            continue
+        seen += 1
+        rules = (rule, *rule.also)
+        ours = {n for one in rules for c in one.mixin.__mro__[:-1] for n in vars(c)}
+        replaced = {n for n in ours if not n.startswith("__") and hasattr(cls, n)}
+        assert replaced <= {one.method for one in rules}, key
+    assert seen > 80
 
 
 @pytest.mark.parametrize("kinds", [("block",), KINDS], ids=["block", "all"])

@@ -241,6 +241,8 @@ def test_adapters_leave_the_network_fused(hugging_face: Any, products: list[int]
     with torch.no_grad():
         found, expected = (m(**batch()).last_hidden_state[0] for m in (ours, plain))
     assert distance(found, expected) < LIMIT and not products
+    reason = "runs its original forward: it has a Wrapped where a torch.nn.Linear was expected"
+    assert reason in str(pt.explain(ours, batch()))
 
 
 def test_linear_layers_stay_pytorchs_unless_converted(
