@@ -331,7 +331,7 @@ def test_keys_hidden_by_a_dense_mask_do_not_affect_gradients(dtype: torch.dtype,
 def test_disjoint_segments_cost_no_products() -> None:
     """Unsorted segments of 16 parts never match across parts, so backward skips those tiles.
 
-    One sixteenth of the tiles is left; half of the time is allowed for them.
+    An eighth of the tiles (128 queries x 192 keys) is left; half of the time is allowed for them.
     """
     t = draw((1, 1, 1, 2048, 2048, 64, 64), torch.float32)
     alternating = torch.arange(2048) % 2
