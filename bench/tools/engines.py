@@ -227,11 +227,14 @@ def ctranslate2(work: Work, model: Any, dtype: torch.dtype) -> Call:
 def _ct2_decoder(work: Work, engine: Any, tokens: list[str]) -> Call:
     prompts = [[[tokens[i] for i in ids] for ids in _rows(batch)] for batch in work.batches]
     length = max(work.new_tokens, 1)
-    options = dict(max_length=length, min_length=length, include_prompt_in_result=False,
+    # no min_length: it would overwrite the end token's logit
+    options = dict(max_length=length, include_prompt_in_result=False,
                    sampling_topk=1, beam_size=1, return_logits_vocab=True)  # fmt: skip
 
     def logits(result: Any) -> list[torch.Tensor]:
         steps = [_tensor(step).flatten() for step in result.logits[0]]
+        if len(steps) != length:
+            raise RuntimeError(f"expected {length} steps; got {len(steps)}: it met the end token")
         return [steps[0], steps[-1]] if work.new_tokens else steps[:1]
 
     def call() -> list[torch.Tensor]:

@@ -95,7 +95,8 @@ class FewRows {
 
  private:
   size_t tile_bytes() const {
-    return PRODUCTS * Arena::bytes_for<acc>(kStreams * M_ * kBlock) + Arena::bytes_for<elem>(M_ * round_up(K_, kChunk));
+    return PRODUCTS * Arena::bytes_for<acc>(kStreams * M_ * kBlock) +
+           Arena::bytes_for<elem>(M_ * round_up(K_, kChunk));
   }
 
   // Compute columns n, n + run, ... of C, all rows, over `depth` elements from k. A stream past the

@@ -25,8 +25,8 @@ class FewRowsAlongK {
   static constexpr int kStreams = kDeep / T::pack;      // a packed element of each
   static constexpr int64_t kStep = T::width * T::pack;  // columns per step: one vector of each row
   static constexpr int64_t kWide = kPanel<T>;           // columns per epilogue call
-  // Max columns per task, times rows of A: streams are read in runs of a task's columns, and the sums
-  // fit L2.
+  // Max columns per task, times rows of A. The streams are read in runs of a task's columns; the
+  // sums fit L2.
   static constexpr int64_t kTask = 32768;
   static constexpr int64_t kLine = 64 / int64_t(sizeof(acc));
   // Passes per partial sum: sums of kDeep terms, kPasses of those, then one per kPasses.
