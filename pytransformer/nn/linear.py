@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..ops._backends.cpu import linear as cpu
 from ..ops._core import fast_path
-from ..ops._core.autograd import needs_gradient, unwatched
+from ..ops._core.autograd import needs_gradient, untransformed
 from . import packed
 
 # Min multiply-adds of a call with a gradient: our autograd Function costs a call 15 us more.
@@ -77,7 +77,7 @@ def _panels(
     k = x.shape[-1] if x.dim() else 1
     if not limits.unpacked * k < x.numel() <= limits.packed * k:
         return None
-    if not unwatched(x, (x, weight, bias)) or needs_gradient(x, weight, bias):
+    if not untransformed(x, (x, weight, bias)) or needs_gradient(x, weight, bias):
         return None
     return packed.panels_of(weight, along_k)
 
@@ -93,7 +93,7 @@ def _plain_numbers(
         x.device.type == "cpu"
         and weight.dim() == 2
         and 0 < x.numel() <= max_rows * weight.shape[1]
-        and unwatched(x, (x, weight, bias))
+        and untransformed(x, (x, weight, bias))
         and x.shape[-1:] == weight.shape[1:]
         and x.dtype == weight.dtype
         and x.layout == weight.layout == torch.strided
@@ -121,7 +121,7 @@ class LinearFunction(torch.autograd.Function):
         (d_out,) = grads
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        if not torch.is_grad_enabled() and unwatched(d_out, (d_out, x, weight)):
+        if not torch.is_grad_enabled() and untransformed(d_out, (d_out, x, weight)):
             return cpu.backward(d_out, x, weight, needed)
         rows = d_out.reshape(-1, weight.shape[0])
         return (

@@ -335,6 +335,20 @@ def test_observed_calls_run_pytorch(calls: list[int], way: Callable[..., torch.T
     assert calls == []
 
 
+def test_a_profile_shows_the_kernel_that_runs_without_it() -> None:
+    operand, weight, bias = operands(4, 64, 48, torch.float32)
+    for needed in (False, True):
+        x = operand.detach().requires_grad_(needed)
+        with torch.profiler.profile() as profile:
+            out = linear(x, weight, bias)
+            if needed:
+                out.sum().backward()
+        names = {event.key for event in profile.key_averages()}
+        assert "pytransformer_C::feed_forward_linear" in names
+        assert ("pytransformer_C::feed_forward_linear_bwd" in names) == needed
+        assert not names & {"aten::linear", "aten::addmm", "aten::mm"}
+
+
 def test_table_limits_the_rows(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "faster", lambda: {torch.float32: cpu.MaxRows(20, 10)})
     ours, theirs = Linear(16, 12), nn.Linear(16, 12)

@@ -82,16 +82,23 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, flo
 def unwatched(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
     """Return true if nothing between caller and kernel must observe the raw op.
 
-    No transform, mode, tracer or profiler is active, no input is of a tensor subclass, a negated
-    view or an efficient zero tensor, and the operand is not a meta tensor. The caller may then run
-    the op's body directly, which saves about 7 µs of dispatch per call. False is always correct,
-    because the dispatcher resolves such tensors.
+    The call is :func:`untransformed` and no profiler is active. The caller may then run the op's
+    body directly, which saves about 7 µs of dispatch per call. False is always correct, because the
+    dispatcher resolves such tensors.
+    """
+    return not torch._C._autograd._profiler_enabled() and untransformed(operand, inputs)
+
+
+def untransformed(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
+    """Return true if a kernel may read the inputs' memory.
+
+    No transform, mode or tracer is active, no input is of a tensor subclass, a negated view or an
+    efficient zero tensor, and the operand is not a meta tensor.
     """
     if (
         torch._C._dispatch_tls_local_include_set().raw_repr() not in _UNWATCHED
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_function_stack()
-        or torch._C._autograd._profiler_enabled()
         or not _PLAIN.issuperset(map(type, inputs))
         or operand.is_meta
     ):

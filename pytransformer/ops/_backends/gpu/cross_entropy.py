@@ -47,7 +47,7 @@ def backend(
         if looks_at_values(a.x.device):
             check_values(a)
         with as_written(a.x.device):  # covers the full call: a recording has one precision setting
-            loss, split_lse, product, correct = op.empty_outputs(a)
+            loss, split_lse, product, *gradients, correct = op.empty_outputs(a)
             if product.numel():  # only for tensors on the CPU
                 product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
             losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
@@ -61,7 +61,10 @@ def backend(
                 loss /= weight_of_targets(a)
             if a.z_loss_weight:
                 loss += reduced_z_loss(a, split_lse)
-        return loss, split_lse, product, correct
+            if any(t.numel() for t in gradients):  # likewise
+                found = backward(a, (torch.ones_like(loss),), (split_lse, product), a.needed)
+                gradients = [e if f is None else f for e, f in zip(gradients, found)]
+        return loss, split_lse, product, *gradients, correct
 
     def backward(
         a: Any,
