@@ -13,7 +13,9 @@ import torch
 import pytransformer as pt
 from pytransformer.ops import cross_entropy
 from pytransformer.ops._backends.cpu import cross_entropy as cpu
+from pytransformer.ops._core import fast_path
 from pytransformer.ops._core.registry import OPS
+from support.fuzz import fuzz
 from support.ops.cross_entropy import explicit, inputs
 
 op = OPS["linear_cross_entropy"]
@@ -213,3 +215,20 @@ def test_other_calls_save_no_gradient(small: None) -> None:
     assert saves(x.detach(), weight.detach()) == "nothing"
     with torch.no_grad():
         assert saves(x, weight) == "nothing"
+
+
+def test_random_problems(
+    small: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The fuzzer's problems are within the bounds, with their gradients from forward."""
+    found = []
+    monkeypatch.setattr(
+        cpu, "_row_gradients", lambda a, f=cpu._row_gradients: found.append(a) or f(a)
+    )
+    monkeypatch.setattr(fast_path.entries, "linear_cross_entropy", lambda *a: NotImplemented)
+    cases = range(request.config.getoption("--fuzz-cases") // 8)
+    report = fuzz(
+        "cross_entropy", ["cpu"], request.config.getoption("--fuzz-seed"), cases, stop_after=10
+    )
+    assert not report.failures, "\n".join(report.failures)
+    assert len(found) > len(cases) / 4
