@@ -161,7 +161,7 @@ struct CrossEntropy {
   static py::tuple others(const Numbers& n) {
     return py::make_tuple(n.ignore_index, n.label_smoothing, 0.0, 0.0,
                           kReductions.begin()[n.reduction], false,
-                          py::make_tuple(true, true, true), py::none(), false);
+                          "x weight bias", py::none(), false);
   }
 };
 

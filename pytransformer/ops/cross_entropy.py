@@ -34,13 +34,14 @@ from ._core.tensors import (
 from ._problem.cross_entropy import reduced_z_loss
 from .options import Reduction
 
-# softcap 0 disables the cap. accuracy: forward writes `correct`. needed: which of x, weight and
-# bias need a gradient.
+# softcap 0 disables the cap. accuracy: forward writes `correct`. needed: the names of
+# x, weight and bias that need a gradient; a string, because torch.jit.trace supports no bool[].
 ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int ignore_index,"
     " float label_smoothing, float softcap, float z_loss_weight, str reduction, bool accuracy,"
-    " bool[] needed"
+    " str needed"
 )
+DIFFERENTIABLE = ("x", "weight", "bias")
 REDUCTIONS = get_args(Reduction)
 # up to this size forward saves x weightᵀ
 KEPT_BYTES = 64 << 20
@@ -60,8 +61,8 @@ def _empty(a: Any) -> tuple[torch.Tensor, ...]:
     )
     early = saves(a) == "gradients"
     gradients = (
-        empty_in_order(t) if early and needed else a.x.new_empty(0)
-        for t, needed in zip((a.x, a.weight, a.bias), a.needed)
+        empty_in_order(t) if early and name in a.needed.split() else a.x.new_empty(0)
+        for name, t in zip(DIFFERENTIABLE, (a.x, a.weight, a.bias))
     )
     return loss, split_lse, product, *gradients, correct
 
@@ -74,7 +75,7 @@ def saves(a: Any) -> Literal["nothing", "logits", "gradients"]:
     scale, which must apply before the gradients are rounded. GPU backward kernels recompute the
     logits.
     """
-    if not any(a.needed) or a.x.device.type != "cpu":
+    if not a.needed or a.x.device.type != "cpu":
         return "nothing"
     classes, depth = a.weight.shape
     if depth <= KEPT_DEPTH * (2 if a.x.dtype == torch.bfloat16 else 1):
@@ -90,8 +91,8 @@ def _products(a: Any) -> int:
 
 
 def _forward_flops(a: Any) -> int:
-    early = sum(a.needed[:2]) if saves(a) == "gradients" else 0
-    return (1 + early) * _products(a)
+    matrices = {"x", "weight"}.intersection(a.needed.split())
+    return (1 + (len(matrices) if saves(a) == "gradients" else 0)) * _products(a)
 
 
 def _backward_flops(a: Any) -> int:
@@ -104,7 +105,7 @@ linear_cross_entropy_op = Op(
     arguments=ARGUMENTS,
     outputs=("loss", "split_lse", "product", "early_x", "early_weight", "early_bias", "correct"),
     differentiable_outputs=1,
-    differentiable=("x", "weight", "bias"),
+    differentiable=DIFFERENTIABLE,
     saved=("split_lse", "product", "early_x", "early_weight", "early_bias"),
     empty_outputs=_empty,
     flops=(_forward_flops, _backward_flops),
@@ -304,7 +305,7 @@ def _prepare(
         linear_cross_entropy_op.Arguments(
             x, weight, target, bias, class_weight, index, smoothing, cap, z_weight, reduction,
             bool(return_accuracy),
-            [t is not None and needs_gradient(t) for t in (x, weight, bias)],
+            _needed(x, weight, bias),
         ),
         backend,
         bool(strict),
@@ -330,6 +331,12 @@ def _reference(a: Any) -> tuple[torch.Tensor, ...]:
     return loss, split_lse, kept, *_early(a), correct
 
 
+def _needed(*tensors: torch.Tensor | None) -> str:
+    """Return the names of x, weight and bias, as far as they are given and need a gradient."""
+    named = zip(DIFFERENTIABLE, tensors)
+    return " ".join(name for name, t in named if t is not None and needs_gradient(t))
+
+
 def _early(a: Any) -> list[torch.Tensor]:
     """Return the gradients that forward saves, by the reference's backward."""
     none = a.x.new_zeros(0)
@@ -338,7 +345,10 @@ def _early(a: Any) -> list[torch.Tensor]:
         return [none] * 3
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
     found = linear_cross_entropy_op.backends["reference"].backward(
-        a._replace(needed=[False] * 3), (a.x.new_ones((), dtype=work),), (), a.needed
+        a._replace(needed=""),
+        (a.x.new_ones((), dtype=work),),
+        (),
+        [name in a.needed.split() for name in DIFFERENTIABLE],
     )
     return [none if t is None else t for t in found]
 

@@ -122,7 +122,7 @@ def test_opcheck_and_compile(op_backend: str) -> None:
     op = OPS["linear_cross_entropy"]
     x, w, b, target = _inputs(4, d=130, dtype=torch.float32)  # deep enough that logits are stored
     for save in (True, False):
-        a = (x.detach(), w.detach(), target, b.detach(), *PLAIN, [save] * 3)
+        a = (x.detach(), w.detach(), target, b.detach(), *PLAIN, "x weight bias" if save else "")
         torch.library.opcheck(op.fwd, (*a, op_backend, True))
         saved = op.fwd(*a, op_backend, True)[1:6]
         assert bool(saved[1].numel()) == save
@@ -215,7 +215,7 @@ def test_stored_logits_change_no_bit(
     x, w, b, target = (t.detach() for t in _large(*shape, dtype))
     gradients = []
     for save in (True, False):
-        a = (x, w, target, b, *PLAIN, [save] * 3)
+        a = (x, w, target, b, *PLAIN, "x weight bias" if save else "")
         saved = op.fwd(*a, forward, True)[1:6]
         assert tuple(saved[1].shape) == ((shape[0], shape[2]) if save else (0,))
         gradients.append(op.bwd(torch.ones(()), *a, *saved, [True] * 3, "cpu", True))

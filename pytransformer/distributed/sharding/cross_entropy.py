@@ -187,7 +187,7 @@ class _Part:
         """Return the arguments of a call on this rank's classes."""
         return self.op.Arguments(
             x, weight, target, bias, None, IGNORED, smoothing, 0.0, z_loss_weight, "none", False,
-            False,
+            "",
         )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def backend(op: Op, check_values: Callable[[Any], None], saves: Callable[[Any], 
         if early:
             row_gradients = _row_gradients(a)
             logits = product.new_empty(_chunk_rows(a), len(a.weight))
-            if a.needed[1] and a.weight.dtype != losses.dtype:
+            if gradients[1].numel() and a.weight.dtype != losses.dtype:
                 sums = product.new_empty(a.weight.shape)
         torch.ops.pytransformer_C.linear_cross_entropy_fwd(
             *_operands(a), losses.view(-1), split_lse.view(-1), _or_none(logits),

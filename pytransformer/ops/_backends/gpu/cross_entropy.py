@@ -62,7 +62,8 @@ def backend(
             if a.z_loss_weight:
                 loss += reduced_z_loss(a, split_lse)
             if any(t.numel() for t in gradients):  # likewise
-                found = backward(a, (torch.ones_like(loss),), (split_lse, product), a.needed)
+                wanted = [t.numel() > 0 for t in gradients]
+                found = backward(a, (torch.ones_like(loss),), (split_lse, product), wanted)
                 gradients = [e if f is None else f for e, f in zip(gradients, found)]
         return loss, split_lse, product, *gradients, correct
 
