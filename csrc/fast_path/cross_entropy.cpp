@@ -34,9 +34,9 @@ struct CrossEntropy {
   using Forward = void(const Tensor& x, const Tensor& weight, const Tensor& target,
                        const Maybe& bias, const Maybe& class_weight, const Tensor& loss,
                        const Tensor& split_lse, const Maybe& product, const Maybe& correct,
-                       const Maybe& dx, const Maybe& dweight, const Maybe& dbias,
-                       const Maybe& sums, int64_t ignore_index, double label_smoothing,
-                       double softcap, bool gradients, double g, double lse_squared_g);
+                       const Maybe& dx, const Maybe& dweight, const Maybe& dbias, const Maybe& sums,
+                       int64_t ignore_index, double label_smoothing, double softcap, bool gradients,
+                       double g, double lse_squared_g);
   using Backward = void(const Tensor& g, const Maybe& p_factor, const Tensor& x,
                         const Tensor& weight, const Tensor& target, const Maybe& bias,
                         const Maybe& class_weight, const Tensor& split_lse, const Maybe& product,
@@ -65,8 +65,7 @@ struct CrossEntropy {
     return x.size(-1) > limits.kept_depth * (x.scalar_type() == at::kBFloat16 ? 2 : 1);
   }
   static int64_t logit_bytes(const Inputs& t) {
-    return t[kTarget].numel() * t[kWeight].size(0) *
-           int64_t(c10::elementSize(work_dtype(t[kX])));
+    return t[kTarget].numel() * t[kWeight].size(0) * int64_t(c10::elementSize(work_dtype(t[kX])));
   }
 
   static double valid(const Tensor& target, int64_t ignore_index) {  // target must be contiguous
@@ -109,8 +108,8 @@ struct CrossEntropy {
       results[2] = empty(shape, options);
     }
     raw.call(matrix(x), matrix(weight), target, vector(t[kBias], work), std::nullopt, losses,
-             results[1], maybe(results[2]), std::nullopt, std::nullopt, std::nullopt,
-             std::nullopt, std::nullopt, n.ignore_index, n.label_smoothing, 0.0, false, 0.0, 0.0);
+             results[1], maybe(results[2]), std::nullopt, std::nullopt, std::nullopt, std::nullopt,
+             std::nullopt, n.ignore_index, n.label_smoothing, 0.0, false, 0.0, 0.0);
     if (n.reduction == kNone) {
       results[0] = losses;
       return results;
@@ -160,8 +159,8 @@ struct CrossEntropy {
   static constexpr std::initializer_list<const char*> kReductions = {"mean", "sum", "none"};
   static py::tuple others(const Numbers& n) {
     return py::make_tuple(n.ignore_index, n.label_smoothing, 0.0, 0.0,
-                          kReductions.begin()[n.reduction], false,
-                          "x weight bias", py::none(), false);
+                          kReductions.begin()[n.reduction], false, "x weight bias", py::none(),
+                          false);
   }
 };
 

@@ -308,7 +308,8 @@ std::optional<typename Op::Outputs> compute(typename Op::Inputs& inputs,
 // compute(), recorded for the traces.
 template <class Op>
 std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs,
-                                        const typename Op::Numbers& numbers, size_t differentiable) {
+                                        const typename Op::Numbers& numbers,
+                                        size_t differentiable) {
   auto outputs = compute<Op>(inputs, numbers, differentiable);
   if (outputs) record(Op::kName, "_fwd");
   return outputs;

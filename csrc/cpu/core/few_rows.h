@@ -146,8 +146,7 @@ class FewRows {
     UNROLL for (int s = 0; s < kPadded; s += T::width)
         store(total + s, reduce_rows(rest + s, op_add));
     for (int r = 0; r < ROWS; r++)
-      for (int c = 0; c < kStreams; c++)
-        tile[(c * M_ + r) * kBlock] += total[r * kStreams + c];
+      for (int c = 0; c < kStreams; c++) tile[(c * M_ + r) * kBlock] += total[r * kStreams + c];
   }
 
   Product<T> p_[PRODUCTS];

@@ -21,7 +21,7 @@ class FewRowsAlongK {
   using vec = typename T::vec;
   using uvec = typename T::uvec;
   using Dot = typename VectorDot<T>::Dot;
-  static constexpr int kDeep = 8;  // rows of B per pass
+  static constexpr int kDeep = 8;                       // rows of B per pass
   static constexpr int kStreams = kDeep / T::pack;      // a packed element of each
   static constexpr int64_t kStep = T::width * T::pack;  // columns per step: one vector of each row
   static constexpr int64_t kWide = kPanel<T>;           // columns per epilogue call
@@ -51,8 +51,7 @@ class FewRowsAlongK {
     for_each_task(ceil_div(N_, width_), threads_, [&](int64_t task) {
       const FlushSubnormals flush;
       const int64_t n0 = task * width_, cols = min(width_, N_ - n0);
-      local_arena.reset(2 * Arena::bytes_for<acc>(size) +
-                        2 * Arena::bytes_for<packed>(M_ * units));
+      local_arena.reset(2 * Arena::bytes_for<acc>(size) + 2 * Arena::bytes_for<packed>(M_ * units));
       epilogue_arena.reset(epilogue.scratch_bytes());
       packed *rows = local_arena.take<packed>(M_ * units),
              *a = local_arena.take<packed>(M_ * units);

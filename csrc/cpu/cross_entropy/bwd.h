@@ -193,8 +193,8 @@ void cross_entropy_with_gradients(const CrossEntropyProblem& p, const CrossEntro
       g[r] = acc(f.g);
       p_factor[r] = acc(f.g * ((1 - smoothing) * w + even) + 2 * f.lse_squared_g * lse);
     }
-    const CrossEntropyBackward b{f.split_lse, g,         factors ? p_factor : nullptr, f.product,
-                                 f.dx,        f.dweight, f.dbias,                      first};
+    const CrossEntropyBackward b{
+        f.split_lse, g, factors ? p_factor : nullptr, f.product, f.dx, f.dweight, f.dbias, first};
     cross_entropy_gradients<T>(p, b, live, first, count, f.dx, f.dweight || f.dbias, sums);
   }
   if (f.sums) round_rows<T>(sums, p.classes, p.depth, p.threads, elements<T>(f.dweight));
