@@ -44,12 +44,12 @@ struct CrossEntropyForward {
 // dz = p_factor exp(z - m - l) - g w ((1 - s) [c = target] + s / classes)
 // du = dz (1 - (z / softcap)^2), or dz; dx = du weight, dweight = du^T x, dbias = sum of du
 struct CrossEntropyBackward {
-  const void* split_lse;  // (2, rows) acc
-  const void* g;          // (rows,) acc; not read if the target is ignored
-  const void* p_factor;   // likewise; null if it equals g
-  const void* product;    // forward's product, or null: recompute
-  void *dx, *dweight;     // of dtype, or null
-  void* dbias;            // (classes,) acc, or null
+  const void* split_lse;    // (2, rows) acc
+  const void* g;            // (rows,) acc; not read if the target is ignored
+  const void* p_factor;     // likewise; null if it equals g
+  const void* product;      // forward's product, or null: recompute
+  void *dx, *dweight;       // of dtype, or null
+  void* dbias;              // (classes,) acc, or null
   int64_t product_row = 0;  // the row of the product's first row
 };
 
