@@ -14,12 +14,10 @@ struct CrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
   enum { kX, kWeight, kBias, kTarget, kInputs, kSeed = -1 };
   enum Reduction { kMean, kSum, kNone };
-  static constexpr size_t kDifferentiable = 3, kSaved = 5, kGrads = 1;
+  static constexpr size_t kDifferentiable = 3, kSaved = 2, kGrads = 1;
   using Inputs = std::array<Tensor, kInputs>;
-  // loss, split lse, x weightᵀ if saved for backward, and the gradients that forward computes on
-  // the Python path
-  using Outputs = std::array<Tensor, 6>;
-  using Saved = std::array<Tensor, kSaved>;
+  using Outputs = std::array<Tensor, 3>;  // loss, split lse, and x weightᵀ if saved for backward
+  using Saved = std::array<Tensor, 2>;
 
   struct Numbers {
     int64_t ignore_index = -100, reduction = kMean;
@@ -34,9 +32,7 @@ struct CrossEntropy {
   using Forward = void(const Tensor& x, const Tensor& weight, const Tensor& target,
                        const Maybe& bias, const Maybe& class_weight, const Tensor& loss,
                        const Tensor& split_lse, const Maybe& product, const Maybe& correct,
-                       const Maybe& dx, const Maybe& dweight, const Maybe& dbias, const Maybe& sums,
-                       int64_t ignore_index, double label_smoothing, double softcap, bool gradients,
-                       double g, double lse_squared_g);
+                       int64_t ignore_index, double label_smoothing, double softcap);
   using Backward = void(const Tensor& g, const Maybe& p_factor, const Tensor& x,
                         const Tensor& weight, const Tensor& target, const Maybe& bias,
                         const Maybe& class_weight, const Tensor& split_lse, const Maybe& product,
@@ -53,19 +49,7 @@ struct CrossEntropy {
     if (bias.defined() && (!floating(bias) || bias.dim() != 1 || bias.size(0) != weight.size(0)))
       return false;
     if (!(n.label_smoothing >= 0 && n.label_smoothing <= 1)) return false;
-    // Python computes the gradients with the loss: saves() of ops/cross_entropy.py
-    if (x.is_cpu() && n.reduction != kNone && x.scalar_type() != at::kHalf && deep(x) &&
-        logit_bytes(t) > limits.kept_bytes && needs_gradient({t.data(), kDifferentiable}))
-      return false;
     return target.scalar_type() == at::kLong && target.sizes() == x.sizes().slice(0, x.dim() - 1);
-  }
-
-  // Return true if a product is worth its memory traffic.
-  static bool deep(const Tensor& x) {
-    return x.size(-1) > limits.kept_depth * (x.scalar_type() == at::kBFloat16 ? 2 : 1);
-  }
-  static int64_t logit_bytes(const Inputs& t) {
-    return t[kTarget].numel() * t[kWeight].size(0) * int64_t(c10::elementSize(work_dtype(t[kX])));
   }
 
   static double valid(const Tensor& target, int64_t ignore_index) {  // target must be contiguous
@@ -102,14 +86,16 @@ struct CrossEntropy {
     c10::DimVector halves{2};
     halves.append(target.sizes().begin(), target.sizes().end());
     results[1] = empty(halves, options);
-    if (needs_gradient && deep(x) && logit_bytes(t) <= limits.kept_bytes) {
+    const int64_t size = target.numel() * weight.size(0),
+                  least = limits.kept_depth * (x.scalar_type() == at::kBFloat16 ? 2 : 1);
+    if (needs_gradient && weight.size(1) > least &&
+        size * int64_t(options.dtype().itemsize()) <= limits.kept_bytes) {
       c10::DimVector shape(target.sizes());
       shape.push_back(weight.size(0));
       results[2] = empty(shape, options);
     }
     raw.call(matrix(x), matrix(weight), target, vector(t[kBias], work), std::nullopt, losses,
-             results[1], maybe(results[2]), std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-             std::nullopt, n.ignore_index, n.label_smoothing, 0.0, false, 0.0, 0.0);
+             results[1], maybe(results[2]), std::nullopt, n.ignore_index, n.label_smoothing, 0.0);
     if (n.reduction == kNone) {
       results[0] = losses;
       return results;
@@ -159,8 +145,7 @@ struct CrossEntropy {
   static constexpr std::initializer_list<const char*> kReductions = {"mean", "sum", "none"};
   static py::tuple others(const Numbers& n) {
     return py::make_tuple(n.ignore_index, n.label_smoothing, 0.0, 0.0,
-                          kReductions.begin()[n.reduction], false, "x weight bias", py::none(),
-                          false);
+                          kReductions.begin()[n.reduction], false, true, py::none(), false);
   }
 };
 

@@ -6,9 +6,7 @@ See docs/ops/cross_entropy.md.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, get_args, overload
 
 import torch
@@ -20,7 +18,7 @@ from ._backends.triton import cross_entropy as triton
 from ._core import fast_path
 from ._core.autograd import needs_gradient
 from ._core.op import Op
-from ._core.registry import Backend, check_backend
+from ._core.registry import check_backend
 from ._core.tensors import (
     as_integer,
     autocast,
@@ -28,87 +26,62 @@ from ._core.tensors import (
     check_number,
     check_same,
     check_tensor,
-    empty_in_order,
     shape_of,
 )
 from ._problem.cross_entropy import reduced_z_loss
 from .options import Reduction
 
-# softcap 0 disables the cap. accuracy: forward writes `correct`. needed: the names of
-# x, weight and bias that need a gradient; a string, because torch.jit.trace supports no bool[].
+# softcap 0 disables the cap. accuracy: forward writes `correct`.
 ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int ignore_index,"
     " float label_smoothing, float softcap, float z_loss_weight, str reduction, bool accuracy,"
-    " str needed"
+    " bool save"
 )
-DIFFERENTIABLE = ("x", "weight", "bias")
 REDUCTIONS = get_args(Reduction)
-# up to this size forward saves x weightᵀ
+# up to this size forward saves x weightᵀ, which saves backward one of three products
 KEPT_BYTES = 64 << 20
-# Forward saves nothing up to this depth (twice that in bfloat16): the product takes less time than
-# its memory traffic.
-KEPT_DEPTH = 128
+KEPT_DEPTH = (
+    # minimum depth (twice that in bfloat16); below it the product takes less time than its memory
+    # traffic
+    128
+)
 
 
 def _empty(a: Any) -> tuple[torch.Tensor, ...]:
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
     rows = a.target.shape
     shape = rows if a.reduction == "none" else ()
-    kept = (*rows, a.weight.shape[0]) if saves(a) == "logits" else (0,)
-    loss, split_lse, product, correct = (
-        torch.empty(s, dtype=work, device=a.x.device)
-        for s in (shape, (2, *rows), kept, rows if a.accuracy else (0,))
-    )
-    early = saves(a) == "gradients"
-    gradients = (
-        empty_in_order(t) if early and name in a.needed.split() else a.x.new_empty(0)
-        for name, t in zip(DIFFERENTIABLE, (a.x, a.weight, a.bias))
-    )
-    return loss, split_lse, product, *gradients, correct
+    kept = (*rows, a.weight.shape[0]) if keeps(a) else (0,)
+    shapes = shape, (2, *rows), kept, rows if a.accuracy else (0,)
+    return tuple(torch.empty(s, dtype=work, device=a.x.device) for s in shapes)
 
 
-def saves(a: Any) -> Literal["nothing", "logits", "gradients"]:
-    """Return what forward saves for backward besides the split lse.
+def keeps(a: Any) -> bool:
+    """Return true if forward saves x weightᵀ for backward.
 
-    On the CPU it saves x weightᵀ if that is small, else the gradients of a reduced loss, which
-    backward scales. Both save backward a product. In float16 the upstream gradient may be a loss
-    scale, which must apply before the gradients are rounded. GPU backward kernels recompute the
-    logits.
+    Only the CPU does; GPU backward kernels recompute it.
     """
-    if not a.needed or a.x.device.type != "cpu":
-        return "nothing"
+    if not a.save or a.x.device.type != "cpu":
+        return False
     classes, depth = a.weight.shape
-    if depth <= KEPT_DEPTH * (2 if a.x.dtype == torch.bfloat16 else 1):
-        return "nothing"
     size = math.prod(a.target.shape) * classes * (8 if a.x.dtype == torch.float64 else 4)
-    if size <= KEPT_BYTES:
-        return "logits"
-    return "nothing" if a.reduction == "none" or a.x.dtype == torch.float16 else "gradients"
+    return size <= KEPT_BYTES and depth > KEPT_DEPTH * (2 if a.x.dtype == torch.bfloat16 else 1)
 
 
-def _products(a: Any) -> int:
+def _flops(a: Any) -> int:
     return 2 * a.x.numel() * a.weight.shape[0]
-
-
-def _forward_flops(a: Any) -> int:
-    matrices = {"x", "weight"}.intersection(a.needed.split())
-    return (1 + (len(matrices) if saves(a) == "gradients" else 0)) * _products(a)
-
-
-def _backward_flops(a: Any) -> int:
-    """Count the products for x and for weight, and that of recomputed logits."""
-    return {"nothing": 3, "logits": 2, "gradients": 0}[saves(a)] * _products(a)
 
 
 linear_cross_entropy_op = Op(
     "linear_cross_entropy",
     arguments=ARGUMENTS,
-    outputs=("loss", "split_lse", "product", "early_x", "early_weight", "early_bias", "correct"),
+    outputs=("loss", "split_lse", "product", "correct"),
     differentiable_outputs=1,
-    differentiable=DIFFERENTIABLE,
-    saved=("split_lse", "product", "early_x", "early_weight", "early_bias"),
+    differentiable=("x", "weight", "bias"),
+    saved=("split_lse", "product"),
     empty_outputs=_empty,
-    flops=(_forward_flops, _backward_flops),
+    # for x, for weight, and the recomputed logits
+    flops=(_flops, lambda a: (2 if keeps(a) else 3) * _flops(a)),
     family="cross_entropy",
 )
 
@@ -233,7 +206,7 @@ def _parts(
         )
     parts = [reduced_z_loss(a, rest[0].detach())] if return_z_loss else []
     if return_accuracy:
-        correct = rest[-1].detach()
+        correct = rest[2].detach()
         count = (a.target != a.ignore_index).sum()
         parts.append(correct if a.reduction == "none" else correct.sum() / count)
     return parts
@@ -304,8 +277,7 @@ def _prepare(
     return (
         linear_cross_entropy_op.Arguments(
             x, weight, target, bias, class_weight, index, smoothing, cap, z_weight, reduction,
-            bool(return_accuracy),
-            _needed(x, weight, bias),
+            bool(return_accuracy), needs_gradient(x, weight, bias),
         ),
         backend,
         bool(strict),
@@ -327,48 +299,7 @@ def check_values(a: Any) -> None:
 
 def _reference(a: Any) -> tuple[torch.Tensor, ...]:
     loss, split_lse, product, correct = cross_entropy_forward(a)
-    kept = product if saves(a) == "logits" else product.new_zeros(0)
-    return loss, split_lse, kept, *_early(a), correct
-
-
-def _needed(*tensors: torch.Tensor | None) -> str:
-    """Return the names of x, weight and bias, as far as they are given and need a gradient."""
-    named = zip(DIFFERENTIABLE, tensors)
-    return " ".join(name for name, t in named if t is not None and needs_gradient(t))
-
-
-def _early(a: Any) -> list[torch.Tensor]:
-    """Return the gradients that forward saves, by the reference's backward."""
-    none = a.x.new_zeros(0)
-    # with gradients enabled the reference is being differentiated: only the loss counts
-    if saves(a) != "gradients" or torch.is_grad_enabled():
-        return [none] * 3
-    work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
-    found = linear_cross_entropy_op.backends["reference"].backward(
-        a._replace(needed=""),
-        (a.x.new_ones((), dtype=work),),
-        (),
-        [name in a.needed.split() for name in DIFFERENTIABLE],
-    )
-    return [none if t is None else t for t in found]
-
-
-def _scaled(backend: Backend) -> Backend:
-    """Return the backend with a backward that scales the gradients that forward saved."""
-
-    def backward(
-        a: Any,
-        grads: Sequence[torch.Tensor | None],
-        saved: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
-    ) -> Sequence[torch.Tensor | None]:
-        grad, early = grads[0], saved[2:]
-        missing = any(want and not t.numel() for t, want in zip(early, wanted))
-        if grad is None or missing or saves(a) != "gradients":
-            return backend.backward(a, grads, saved[:2], wanted)
-        return [t * grad if want else None for t, want in zip(early, wanted)]
-
-    return dataclasses.replace(backend, backward=backward)
+    return loss, split_lse, product if keeps(a) else product.new_zeros(0), correct
 
 
 def _reference_bytes(a: Any) -> int:
@@ -381,10 +312,6 @@ def _reference_bytes(a: Any) -> int:
 linear_cross_entropy_op.add_reference(
     _reference, extra_bytes=_reference_bytes, check_values=check_values
 )
-for _backend in (
-    linear_cross_entropy_op.backends["reference"],
-    triton.backend(linear_cross_entropy_op, check_values),
-    cuda.backend(linear_cross_entropy_op, check_values),
-    cpu.backend(linear_cross_entropy_op, check_values, saves),
-):
-    linear_cross_entropy_op.backend(_scaled(_backend))
+linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, check_values))
+linear_cross_entropy_op.backend(cuda.backend(linear_cross_entropy_op, check_values))
+linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, check_values, keeps))

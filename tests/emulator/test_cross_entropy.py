@@ -200,7 +200,7 @@ def test_bad_targets_read_nothing_outside(wrong: int, monkeypatch: pytest.Monkey
     for target in (wrong, min(max(wrong, 0), 299)):
         given = a(
             x.detach(), w.detach(), torch.full((3,), target), None, None, -100, 0.1, 0.0, 0.0,
-            "none", False, "x weight bias",
+            "none", False, True,
         )  # fmt: skip
         losses, split_lse, g = torch.empty(3), torch.empty(2, 3), torch.ones(3)
         dx, dw = torch.empty(3, 8, dtype=x.dtype), torch.zeros(300, 8)

@@ -103,13 +103,12 @@ void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* pr
   });
 }
 
-// Compute the gradients of rows [first, first + count): dx of these rows, dweight and dbias, as
-// requested. dweight and dbias require all rows in one call, or chunks in order: those after the
-// first are added, for dweight to sums (classes, depth).
+// Add the gradients of rows [first, first + count): dx of these rows, dweight and dbias, as
+// requested. dweight and dbias require all rows in one call.
 template <class T>
 void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBackward& f,
                              const uint8_t* live, int64_t first, int64_t count, bool want_dx,
-                             bool want_rest, typename T::acc* sums = nullptr) {
+                             bool want_rest) {
   using acc = typename T::acc;
   using elem = typename T::elem;
   const BackwardPlan<T> plan(p, count, want_dx, want_rest);
@@ -130,17 +129,15 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
       const int64_t rows = min(step, count - r), row = first + r;
       const LogitGradient<T> to_dz{p, f, row, c, n, dz};
       if (f.product) {
-        const acc* product = static_cast<const acc*>(f.product);
-        logit_gradients<T>(to_dz, product + (row - f.product_row) * p.classes + c, rows, n);
+        logit_gradients<T>(to_dz, static_cast<const acc*>(f.product) + row * p.classes + c, rows,
+                           n);
       } else {
         logits_product<T>(p, row, rows, c, n).run(to_dz);
       }
       if (want_dx) dx_product<T>(p, dz, rows, c, n).run(AddEpilogue<T>{dx + r * d, d, c == 0});
       if (want_rest && f.dweight) {
         Matmul<T, 1, false> product = dweight_product<T>(p, dz, live, row, rows, n);
-        if (sums) product.run(AddEpilogue<T>{sums + c * d, d, row == 0});
-        else if (plan.one_chunk)
-          product.run(StoreEpilogue<T>(elements<T>(f.dweight) + c * d, n, d));
+        if (plan.one_chunk) product.run(StoreEpilogue<T>(elements<T>(f.dweight) + c * d, n, d));
         else product.run(AddEpilogue<T>{dweight, d, r == 0});
       }
       if (want_rest && f.dbias) {
@@ -148,12 +145,10 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
         for (int64_t j = 0; j < n; j++) columns[j] = r ? columns[j] + column[j] : column[j];
       }
     }
-    if (want_rest && f.dweight && !plan.one_chunk && !sums)
+    if (want_rest && f.dweight && !plan.one_chunk)
       round_rows<T>(dweight, n, d, p.threads, elements<T>(f.dweight) + c * d);
-    if (want_rest && f.dbias) {
-      acc* dbias = static_cast<acc*>(f.dbias) + c;
-      for (int64_t j = 0; j < n; j++) dbias[j] = first ? dbias[j] + columns[j] : columns[j];
-    }
+    if (want_rest && f.dbias)
+      for (int64_t j = 0; j < n; j++) static_cast<acc*>(f.dbias)[c + j] = columns[j];
   }
   if (!want_dx) return;
   elem* out = elements<T>(f.dx) + first * d;
@@ -163,47 +158,11 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
       for (int64_t j = 0; j < d; j++) out[r * d + j] = elem{};
 }
 
-// Return which rows are not ignored, in setup_arena. Matmul reads past the last one.
-template <class T>
-uint8_t* live_rows(const CrossEntropyProblem& p) {
-  uint8_t* live = setup_arena.take<uint8_t>(p.rows + 2 * T::pack);
-  for (int64_t r = 0; r < p.rows; r++) live[r] = p.target[r] != p.ignore_index;
-  return live;
-}
-
-// Forward with the gradients of the reduced loss: three products instead of the four of forward and
-// a backward that recomputes the logits.
-template <class T>
-void cross_entropy_with_gradients(const CrossEntropyProblem& p, const CrossEntropyForward& f) {
-  using acc = typename T::acc;
-  setup_arena.reset(gradient_setup_bytes<T>(p));
-  const uint8_t* live = live_rows<T>(p);
-  acc *g = setup_arena.take<acc>(p.rows), *p_factor = setup_arena.take<acc>(p.rows);
-  const bool factors = p.weights || f.lse_squared_g != 0;
-  const double smoothing = p.label_smoothing, even = smoothing * mean_weight<T>(p);
-  acc* sums = static_cast<acc*>(f.sums ? f.sums : f.dweight);
-  const acc *row_max = static_cast<const acc*>(f.split_lse), *log_sum = row_max + p.rows;
-  const int64_t step = min(f.chunk, chunk_rows(p));
-  for (int64_t first = 0; first < p.rows; first += step) {
-    const int64_t count = min(step, p.rows - first);
-    cross_entropy_chunk<T>(p, f, first, count, static_cast<acc*>(f.product));
-    for (int64_t r = first; r < first + count; r++) {
-      const double w = p.weights && live[r] ? static_cast<const acc*>(p.weights)[p.target[r]] : 1,
-                   lse = double(row_max[r]) + double(log_sum[r]);
-      g[r] = acc(f.g);
-      p_factor[r] = acc(f.g * ((1 - smoothing) * w + even) + 2 * f.lse_squared_g * lse);
-    }
-    const CrossEntropyBackward b{
-        f.split_lse, g, factors ? p_factor : nullptr, f.product, f.dx, f.dweight, f.dbias, first};
-    cross_entropy_gradients<T>(p, b, live, first, count, f.dx, f.dweight || f.dbias, sums);
-  }
-  if (f.sums) round_rows<T>(sums, p.classes, p.depth, p.threads, elements<T>(f.dweight));
-}
-
 template <class T>
 void cross_entropy_backward(const CrossEntropyProblem& p, const CrossEntropyBackward& f) {
   setup_arena.reset(Arena::bytes_for<uint8_t>(p.rows + 2 * T::pack));
-  const uint8_t* live = live_rows<T>(p);
+  uint8_t* live = setup_arena.take<uint8_t>(p.rows);
+  for (int64_t r = 0; r < p.rows; r++) live[r] = p.target[r] != p.ignore_index;
   const bool rest = f.dweight || f.dbias;
   const int64_t at_once = BackwardPlan<T>::rows_at_once(p);
   if (p.rows <= at_once || !f.dx)

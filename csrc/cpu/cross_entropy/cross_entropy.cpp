@@ -43,35 +43,18 @@ pt::CrossEntropyProblem problem_of(pt::binding::IndexCopies& copies, const Tenso
 
 void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias,
                               MaybeTensor class_weight, Tensor loss, Tensor split_lse,
-                              MaybeTensor product, MaybeTensor correct, MaybeTensor dx,
-                              MaybeTensor dweight, MaybeTensor dbias, MaybeTensor sums,
-                              int64_t ignore_index, double label_smoothing, double softcap,
-                              bool gradients, double g, double lse_squared_g) {
+                              MaybeTensor product, MaybeTensor correct, int64_t ignore_index,
+                              double label_smoothing, double softcap) {
   pt::binding::IndexCopies copies;
   const pt::CrossEntropyProblem p = problem_of(copies, x, weight, target, bias, class_weight,
                                                ignore_index, label_smoothing, softcap);
   const Binding binding(kOp, x);
-  pt::CrossEntropyForward f;
-  f.loss = binding.vector(loss, "loss", p.rows);
-  f.split_lse = binding.vector(split_lse, "split_lse", 2 * p.rows);
-  f.correct = binding.vector(correct, "correct", p.rows);
-  if (gradients) {
-    f.chunk = product ? std::min(p.rows, product->numel() / p.classes) : 0;
-    STD_TORCH_CHECK(f.chunk > 0, kOp, ": product must hold at least one row of ", p.classes,
-                    " logits for gradients");
-    f.dx = binding.target(dx, "dx", p.rows, p.depth);
-    f.dweight = binding.target(dweight, "dweight", p.classes, p.depth);
-    f.dbias = binding.vector(dbias, "dbias", p.classes);
-    const bool same = p.dtype == pt::DType::f32 || p.dtype == pt::DType::f64;
-    STD_TORCH_CHECK(bool(sums) == (dweight && !same), kOp,
-                    ": sums must be given for a 16-bit dweight and only for it");
-    f.sums = binding.vector(sums, "sums", p.classes * p.depth);
-    if (f.sums) pt::advise_huge_pages(f.sums, sums->numel() * sums->element_size());
-    f.g = g, f.lse_squared_g = lse_squared_g;
-  }
-  f.product = binding.vector(product, "product", (gradients ? f.chunk : p.rows) * p.classes);
-  if (f.product) pt::advise_huge_pages(f.product, product->numel() * product->element_size());
-  PT_SELECT(cross_entropy_kernels).forward(p, f);
+  void* kept = binding.vector(product, "product", p.rows * p.classes);
+  if (kept) pt::advise_huge_pages(kept, product->numel() * product->element_size());
+  PT_SELECT(cross_entropy_kernels)
+      .forward(p, {binding.vector(loss, "loss", p.rows),
+                   binding.vector(split_lse, "split_lse", 2 * p.rows), kept,
+                   binding.vector(correct, "correct", p.rows)});
 }
 
 void linear_cross_entropy_bwd(Tensor g, MaybeTensor p_factor, Tensor x, Tensor weight,
@@ -111,9 +94,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, "
       "Tensor? class_weight, Tensor(a!) loss, Tensor(b!) split_lse, Tensor(c!)? product, "
-      "Tensor(d!)? correct, Tensor(e!)? dx, Tensor(f!)? dweight, Tensor(g!)? dbias, "
-      "Tensor(h!)? sums, int ignore_index, float label_smoothing, float softcap, bool gradients, "
-      "float g, float lse_squared_g) -> ()");
+      "Tensor(d!)? correct, int ignore_index, float label_smoothing, float softcap) -> ()");
   m.def(
       "linear_cross_entropy_bwd(Tensor g, Tensor? p_factor, Tensor x, Tensor weight, "
       "Tensor target, Tensor? bias, Tensor? class_weight, Tensor split_lse, Tensor? product, "

@@ -167,18 +167,18 @@ double mean_weight(const CrossEntropyProblem& p) {
   return sum / double(p.classes);
 }
 
-// Write the loss and the split lse of the rows [first, first + count), and x weight^T to product
-// if it is not null.
+// Write the loss and the split lse of the rows [first, first + count).
 template <class T>
 void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward& f, int64_t first,
-                         int64_t count, typename T::acc* product) {
+                         int64_t count) {
   using acc = typename T::acc;
   const int64_t size = round_up(count, T::width), step = ForwardPlan<T>::kStep;
   entropy_arena.reset(ForwardPlan<T>::arena_bytes(count, f.correct));
   const RowSums<T> rows(size, f.correct, entropy_arena),
       panels(kBlockPanels * size, f.correct, entropy_arena);
   acc* picked = entropy_arena.take<acc>(size);
-  const bool streaming = LogitEpilogue<T>::streams(product, f.chunk ? count : p.rows, p.classes);
+  acc* product = f.product ? static_cast<acc*>(f.product) + first * p.classes : nullptr;
+  const bool streaming = LogitEpilogue<T>::streams(product, p.rows, p.classes);
   for (int64_t r = 0; r < size; r++) picked[r] = 0;
 
   for (int64_t c = 0; c < p.classes; c += step) {
@@ -208,12 +208,9 @@ void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward
 
 template <class T>
 void cross_entropy_forward(const CrossEntropyProblem& p, const CrossEntropyForward& f) {
-  using acc = typename T::acc;
   const int64_t step = chunk_rows(p);
-  for (int64_t first = 0; first < p.rows; first += step) {
-    acc* product = f.product ? static_cast<acc*>(f.product) + first * p.classes : nullptr;
-    cross_entropy_chunk<T>(p, f, first, min(step, p.rows - first), product);
-  }
+  for (int64_t first = 0; first < p.rows; first += step)
+    cross_entropy_chunk<T>(p, f, first, min(step, p.rows - first));
 }
 
 }  // namespace PT_ISA

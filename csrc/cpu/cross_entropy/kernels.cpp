@@ -8,18 +8,12 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
-template <class T>
-void forward_of(const CrossEntropyProblem& p, const CrossEntropyForward& f) {
-  if (f.chunk) cross_entropy_with_gradients<T>(p, f);
-  else cross_entropy_forward<T>(p, f);
-}
-
 void forward(const CrossEntropyProblem& p, const CrossEntropyForward& f) {
   switch (p.dtype) {
-    case DType::f32: return forward_of<Float<float>>(p, f);
-    case DType::bf16: return forward_of<Bf16>(p, f);
-    case DType::f16: return forward_of<Float<f16>>(p, f);
-    case DType::f64: return forward_of<Double>(p, f);
+    case DType::f32: return cross_entropy_forward<Float<float>>(p, f);
+    case DType::bf16: return cross_entropy_forward<Bf16>(p, f);
+    case DType::f16: return cross_entropy_forward<Float<f16>>(p, f);
+    case DType::f64: return cross_entropy_forward<Double>(p, f);
   }
 }
 

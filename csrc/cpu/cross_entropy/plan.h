@@ -117,13 +117,6 @@ struct BackwardPlan {
   }
 };
 
-// Bytes of setup_arena for gradients: which rows are not ignored, and two factors of each row.
-template <class T>
-size_t gradient_setup_bytes(const CrossEntropyProblem& p) {
-  return Arena::bytes_for<uint8_t>(p.rows + 2 * T::pack) +
-         2 * Arena::bytes_for<typename T::acc>(p.rows);
-}
-
 // Return the scratch of forward and backward with all gradients, from the sizes only. kept:
 // backward reads forward's stored logits. correct: forward compares argmax and target.
 template <class T>
@@ -142,7 +135,7 @@ Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept, bool corr
     edges(p.classes, ForwardPlan<T>::kStep,
           [&](int64_t n) { measure(logits_product<T>(p, 0, rows, 0, n)); });
   });
-  s.setup = gradient_setup_bytes<T>(p);
+  s.setup = Arena::bytes_for<uint8_t>(p.rows + 2 * T::pack);
   // Mirror the calls in cross_entropy_backward(): the last rows of a split may use larger blocks of
   // classes.
   const auto gradients = [&](int64_t count, bool want_dx, bool want_rest) {

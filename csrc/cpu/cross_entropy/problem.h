@@ -32,25 +32,17 @@ struct CrossEntropyForward {
   void* split_lse;  // (2, rows) acc: m, l
   void* product;    // (rows, classes) acc: x weight^T for backward, or null
   void* correct;    // (rows,) acc: 1 if the target is the first largest logit, else 0; or null
-  // Rows at a time whose gradients forward computes, with product (chunk, classes); 0: none.
-  int64_t chunk = 0;
-  void *dx = nullptr, *dweight = nullptr;  // as in CrossEntropyBackward
-  void* dbias = nullptr;
-  void* sums = nullptr;  // (classes, depth) acc, for dweight of another dtype
-  // gradients of the reduced loss by a row's loss, and by its squared lse
-  double g = 0, lse_squared_g = 0;
 };
 
 // dz = p_factor exp(z - m - l) - g w ((1 - s) [c = target] + s / classes)
 // du = dz (1 - (z / softcap)^2), or dz; dx = du weight, dweight = du^T x, dbias = sum of du
 struct CrossEntropyBackward {
-  const void* split_lse;    // (2, rows) acc
-  const void* g;            // (rows,) acc; not read if the target is ignored
-  const void* p_factor;     // likewise; null if it equals g
-  const void* product;      // forward's product, or null: recompute
-  void *dx, *dweight;       // of dtype, or null
-  void* dbias;              // (classes,) acc, or null
-  int64_t product_row = 0;  // the row of the product's first row
+  const void* split_lse;  // (2, rows) acc
+  const void* g;          // (rows,) acc; not read if the target is ignored
+  const void* p_factor;   // likewise; null if it equals g
+  const void* product;    // forward's product, or null: recompute
+  void *dx, *dweight;     // of dtype, or null
+  void* dbias;            // (classes,) acc, or null
 };
 
 struct CrossEntropyKernels {

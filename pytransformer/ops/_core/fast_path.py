@@ -372,11 +372,10 @@ def _below_autograd() -> Any:
 def _alike(op: Op, a: Any, lowered: tuple[Any, ...], save: bool) -> bool:
     """Return true if the fast path lowered the call as Python does.
 
-    Without a backward, only Python sets ``save``. Only Python names the arguments that need a
-    gradient (``needed``), on which no recorded call depends.
+    Without a backward, only Python sets ``save``.
     """
     return all(
-        name == "needed" or (name == "save" and not save) or _same(mine, theirs)
+        (name == "save" and not save) or _same(mine, theirs)
         for name, mine, theirs in zip(op.Arguments._fields, a, lowered)
     )
 

@@ -106,7 +106,6 @@ def corpus() -> list[RawCall]:
     x, bias = torch.randn(4, 8), torch.randn(5)
     for weight in (torch.randn(5, 8), torch.randn(8, 5).T):
         calls += linear_calls(x, weight, bias)
-    calls += [gradients_with_the_loss(dtype) for dtype in (torch.float32, torch.bfloat16)]
     sizes = {"layer_norm_scratch": (8,), "feed_forward_scratch": (4, 8, 16, 8, True)}
     sizes["linear_cross_entropy_scratch"] = (4, 8, 16, True, True)
     calls += [RawCall(NATIVE, op, (x, *numbers)) for op, numbers in sizes.items()]
@@ -114,19 +113,6 @@ def corpus() -> list[RawCall]:
     return calls + [
         RawCall(NATIVE, "attention_scratch", (*c.args[:3], *c.args[5:], True)) for c in forward
     ]
-
-
-def gradients_with_the_loss(dtype: torch.dtype) -> RawCall:
-    """Return a valid call of cross entropy's forward that computes the gradients."""
-    x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(7, 8, dtype=dtype)
-    sums = None if dtype == torch.float32 else torch.empty(7, 8)
-    tensors = (torch.tensor([1, 0, -100, 6, 2]), torch.randn(7), torch.rand(7), torch.empty(5))
-    return RawCall(
-        NATIVE,
-        "linear_cross_entropy_fwd",
-        (x, weight, *tensors, torch.empty(10), torch.empty(14), None, torch.empty_like(x),
-         torch.empty_like(weight), torch.empty(7), sums, -100, 0.1, 2.0, True, 0.2, 0.01),
-    )  # fmt: skip
 
 
 def linear_calls(x: Tensor, weight: Tensor, bias: Tensor) -> list[RawCall]:

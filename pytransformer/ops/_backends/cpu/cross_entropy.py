@@ -16,13 +16,9 @@ from ..._core.op import Op
 from ..._core.registry import WRONG_DEVICE, Backend
 from ..._problem.cross_entropy import reduced_z_loss, row_factors, weight_of_targets
 
-# Max bytes of a chunk's logits, and min and max rows, if forward computes the gradients: each chunk
-# reads and writes dweight.
-CHUNK_BYTES, MIN_CHUNK, MAX_CHUNK = 128 << 20, 192, 1024
 
-
-def backend(op: Op, check_values: Callable[[Any], None], saves: Callable[[Any], str]) -> Backend:
-    """Return the backend; ``saves(a)`` is what forward saves for backward."""
+def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], bool]) -> Backend:
+    """Return the backend; ``keeps(a)`` is true if forward saves x weightᵀ for backward."""
 
     def why_not(a: Any) -> str | None:
         if a.x.device.type != "cpu":
@@ -33,28 +29,18 @@ def backend(op: Op, check_values: Callable[[Any], None], saves: Callable[[Any], 
         if a.x.numel() == 0:
             return op.backends["reference"].forward(a)
         check_values(a)
-        loss, split_lse, product, *gradients, correct = op.empty_outputs(a)
+        loss, split_lse, product, correct = op.empty_outputs(a)
         losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
-        results = dict(zip(op.differentiable, (t if t.numel() else None for t in gradients)))
-        targets, early = _targets(results, losses.dtype), saves(a) == "gradients"
-        row_gradients, sums, logits = (0.0, 0.0), None, product
-        if early:
-            row_gradients = _row_gradients(a)
-            logits = product.new_empty(_chunk_rows(a), len(a.weight))
-            if gradients[1].numel() and a.weight.dtype != losses.dtype:
-                sums = product.new_empty(a.weight.shape)
         torch.ops.pytransformer_C.linear_cross_entropy_fwd(
-            *_operands(a), losses.view(-1), split_lse.view(-1), _or_none(logits),
-            _or_none(correct), *targets.values(), sums,
-            a.ignore_index, a.label_smoothing, a.softcap, early, *row_gradients,
+            *_operands(a), losses.view(-1), split_lse.view(-1), _or_none(product),
+            _or_none(correct), a.ignore_index, a.label_smoothing, a.softcap,
         )  # fmt: skip
-        _deliver(results, targets)
         if a.reduction != "none":
             total = losses.double().sum()
             loss.copy_(total / weight_of_targets(a) if a.reduction == "mean" else total)
         if a.z_loss_weight:
             loss += reduced_z_loss(a, split_lse)
-        return loss, split_lse, product, *gradients, correct
+        return loss, split_lse, product, correct
 
     def backward(
         a: Any,
@@ -69,76 +55,44 @@ def backend(op: Op, check_values: Callable[[Any], None], saves: Callable[[Any], 
         factors = row_factors(a, grads[0], split_lse, torch.float64)
         g, p_factor = (None if f is None else f.to(split_lse.dtype) for f in factors)
         results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
-        targets = _targets(results, split_lse.dtype)
+        targets: dict[str, torch.Tensor | None] = {}
+        for name, t in results.items():
+            if t is None:
+                targets[name] = None
+            elif name == "bias":
+                targets[name] = torch.empty(t.shape, dtype=split_lse.dtype)
+            else:
+                targets[name] = (
+                    t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)
+                ).view(-1, t.shape[-1])
         torch.ops.pytransformer_C.linear_cross_entropy_bwd(
             g,
             p_factor,
             *_operands(a),
             split_lse.view(-1),
             _or_none(saved[1]),
-            *targets.values(),
+            *(targets[n] for n in ("x", "weight", "bias")),
             a.ignore_index,
             a.label_smoothing,
             a.softcap,
         )
-        _deliver(results, targets)
-        return [*results.values()]
+        for name, t in results.items():
+            target = targets[name]
+            if t is not None and target is not None and target.data_ptr() != t.data_ptr():
+                t.copy_(target.view(t.shape))
+        return [results[n] for n in op.differentiable]
 
     def extra_bytes(a: Any) -> int:
         """Return the kernels' scratch bytes, plus the losses of all rows."""
         if a.x.numel() == 0:
             return 0
         rows, (classes, depth) = a.target.numel(), a.weight.shape
-        saved, size = saves(a), 8 if a.x.dtype == torch.float64 else 4
         held = torch.ops.pytransformer_C.linear_cross_entropy_scratch.default(
-            a.x, rows, depth, classes, saved != "nothing", a.accuracy
+            a.x, rows, depth, classes, keeps(a), a.accuracy
         )
-        if saved == "gradients":  # also the logits of a chunk, and float sums of dweight
-            held += size * classes * (_chunk_rows(a) + (depth if a.x.element_size() < size else 0))
-        return held + rows * size
+        return held + rows * (8 if a.x.dtype == torch.float64 else 4)
 
     return Backend("cpu", forward, backward, why_not, extra_bytes)
-
-
-def _chunk_rows(a: Any) -> int:
-    """Return the rows whose logits forward stores at a time if it computes the gradients."""
-    row = len(a.weight) * (8 if a.x.dtype == torch.float64 else 4)
-    return min(a.target.numel(), max(MIN_CHUNK, min(MAX_CHUNK, CHUNK_BYTES // row)))
-
-
-def _row_gradients(a: Any) -> tuple[float, float]:
-    """Return the gradients of the reduced loss by a row's loss and by its squared lse."""
-    first, second = 1.0, a.z_loss_weight
-    if a.reduction == "mean":
-        first = float(1.0 / weight_of_targets(a).double())
-        second = float(second / (a.target != a.ignore_index).sum().double())
-    return first, second
-
-
-def _targets(
-    results: dict[str, torch.Tensor | None], work: torch.dtype
-) -> dict[str, torch.Tensor | None]:
-    """Return the kernels' outputs for the gradients: contiguous matrices, and dbias in ``work``."""
-    targets: dict[str, torch.Tensor | None] = {}
-    for name, t in results.items():
-        if t is None:
-            targets[name] = None
-        elif name == "bias":
-            targets[name] = torch.empty(t.shape, dtype=work)
-        else:
-            matrix = t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)
-            targets[name] = matrix.view(-1, t.shape[-1])
-    return targets
-
-
-def _deliver(
-    results: dict[str, torch.Tensor | None], targets: dict[str, torch.Tensor | None]
-) -> None:
-    """Copy the kernels' outputs to the gradients where they differ."""
-    for name, t in results.items():
-        target = targets[name]
-        if t is not None and target is not None and target.data_ptr() != t.data_ptr():
-            t.copy_(target.view(t.shape))
 
 
 def _or_none(output: torch.Tensor) -> torch.Tensor | None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,38 +110,3 @@ CHECKS = Checks(
         LIMITS,
     ),
 )
-
-
-def inputs(
-    *lead: int, d: int = 6, classes: int = 11, dtype: torch.dtype = torch.float64
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Return [x, weight, bias] that need gradients, targets of which some are -100, and weights."""
-    leaves = [
-        torch.randn(*shape, dtype=dtype).requires_grad_()
-        for shape in ((*lead, d), (classes, d), (classes,))
-    ]
-    target = torch.randint(0, classes, lead)
-    target.view(-1)[1::4] = -100
-    return leaves, target, torch.rand(classes, dtype=dtype) + 0.2
-
-
-def explicit(
-    leaves: list[torch.Tensor],
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None = None,
-    softcap: float | None = None,
-    z_loss_weight: float = 0.0,
-    **keywords: Any,
-) -> torch.Tensor:
-    """Return the loss by PyTorch's cross entropy over all logits, plus the z-loss."""
-    x, weight, bias = leaves
-    logits, target = F.linear(x, weight, bias).reshape(-1, len(weight)), target.reshape(-1)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits, target, class_weight, **keywords)
-    valid = target != keywords.get("ignore_index", -100)
-    z_loss = torch.where(valid, z_loss_weight * logits.logsumexp(1) ** 2, 0.0)
-    reduction = keywords.get("reduction", "mean")
-    if reduction == "none":
-        return (loss + z_loss).view(x.shape[:-1])
-    return loss + z_loss.sum() / (valid.sum() if reduction == "mean" else 1)
