@@ -285,13 +285,13 @@ void attach(const typename Op::Inputs& inputs, const typename Op::Numbers& numbe
   node->save(outputs, differentiable);
 }
 
-// Run the op with the CPU library, with gradients if an input needs them, without a record for the
-// traces. Return nothing if the library refuses the arguments; Python then raises the error. The
-// caller has checked that nobody watches.
+// Run the op with the CPU library, with gradients if an input needs them. Return nothing if the
+// library refuses the arguments; Python then raises the error. The caller has checked that nobody
+// watches.
 template <class Op>
-std::optional<typename Op::Outputs> compute(typename Op::Inputs& inputs,
-                                            const typename Op::Numbers& numbers,
-                                            size_t differentiable, const Route& route = {}) {
+std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs,
+                                        const typename Op::Numbers& numbers, size_t differentiable,
+                                        const Route& route = {}) {
   const bool needs = needs_gradient({inputs.data(), Op::kDifferentiable});
   if constexpr (Op::kSeed >= 0)
     if (draws<Op>(inputs, numbers)) inputs[Op::kSeed] = drawn(at::kCPU);
@@ -300,18 +300,9 @@ std::optional<typename Op::Outputs> compute(typename Op::Inputs& inputs,
     at::AutoDispatchBelowADInplaceOrView below;
     outputs = Op::forward(inputs, numbers, needs);
   } catch (const std::exception&) { return std::nullopt; }
+  record(Op::kName, "_fwd");
   if constexpr (Op::kDifferentiable > 0)
     if (needs) attach<Op>(inputs, numbers, route, outputs, differentiable);
-  return outputs;
-}
-
-// compute(), recorded for the traces.
-template <class Op>
-std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs,
-                                        const typename Op::Numbers& numbers,
-                                        size_t differentiable) {
-  auto outputs = compute<Op>(inputs, numbers, differentiable);
-  if (outputs) record(Op::kName, "_fwd");
   return outputs;
 }
 

@@ -121,10 +121,9 @@ PyObject* finish(const Reader& read, typename Op::Inputs& t, typename Op::Number
     outputs = run_recorded<Op>(t, n, differentiable, route, given);
   } else {
     const WithoutGil others_run;
-    if (Op::fits(t, n)) outputs = compute<Op>(t, n, differentiable, route);
+    if (Op::fits(t, n)) outputs = run<Op>(t, n, differentiable, route);
   }
   if (!outputs) Py_RETURN_NOTIMPLEMENTED;
-  if (!route.recorded) record(Op::kName, "_fwd");  // here, where the GIL is held again
   if (returned == 1) return THPVariable_Wrap(std::move((*outputs)[0]));
   return Py_BuildValue("(NN)", THPVariable_Wrap(std::move((*outputs)[0])),
                        THPVariable_Wrap(std::move((*outputs)[1])));

@@ -22,9 +22,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Return ``x @ weight.T + bias``, as :func:`torch.nn.functional.linear`.
 
     Our kernels compute it on the CPU where they are faster (docs/linear.md). With up to 8 rows and
-    no gradient they read the weights once on every CPU. Each element is one sum along k
-    in float32 (float64 for float64), rounded once. Its order depends on k, on the layout of the
-    weights and on whether there are more than 8 rows.
+    no gradient they read the weights once on every CPU. Each element is one sum along k in float32
+    (float64 for float64), rounded once. Its order depends on k, on the layout of the weights and on
+    whether there are more than 8 rows.
 
     Args:
         x: (..., k).

@@ -2,10 +2,10 @@
 // Gemms with few rows of A and a B whose rows run along columns (y = x W, W of shape (k, n)). B,
 // the weights, is read once.
 //
-// kDeep rows of B pass together: one of each of as many streams, equal runs of rows that are each
-// read in order. Each of their vectors is multiplied by an element of every row of A and added to
-// sums that remain in L1. Nothing is packed, transposed or added across lanes. The summation order
-// depends only on K.
+// B is cut into equal runs of rows, the streams. A pass takes the next row of each stream (two in
+// 16-bit dtypes), so that each stream is read in order. Each vector is multiplied by an element of
+// every row of A and added to sums that remain in cache. Nothing is packed, transposed or added
+// across lanes. The summation order depends only on K.
 #pragma once
 
 #include "cpu/core/few_rows.h"
@@ -22,7 +22,7 @@ class FewRowsAlongK {
   using uvec = typename T::uvec;
   using Dot = typename VectorDot<T>::Dot;
   static constexpr int kDeep = 8;                       // rows of B per pass
-  static constexpr int kStreams = kDeep / T::pack;      // a packed element of each
+  static constexpr int kStreams = kDeep / T::pack;      // a pass takes a packed element of each
   static constexpr int64_t kStep = T::width * T::pack;  // columns per step: one vector of each row
   static constexpr int64_t kWide = kPanel<T>;           // columns per epilogue call
   // Max columns per task, times rows of A. The streams are read in runs of a task's columns; the
