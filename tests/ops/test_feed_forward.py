@@ -179,7 +179,7 @@ def test_many_rows_are_processed_in_parts() -> None:
 @pytest.mark.parametrize(
     ("rows", "d", "hidden"),
     [
-        (20, 96, 320),
+        (28, 96, 320),
         (200, 1200, 96),
         (40, 2200, 128),
         (1100, 64, 1024),

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cpu/core/matmul.h"
+#include "cpu/core/rows_in_lanes.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -158,7 +159,9 @@ class FewRows {
 template <class T, int PRODUCTS, class Epilogue, class Visit>
 void visit_product(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K,
                    int threads, const Epilogue& epilogue, const Visit& visit) {
-  if (FewRows<T, PRODUCTS>::pays(products, M))
+  if (RowsInLanes<T, PRODUCTS>::pays(products, M, K))
+    visit(RowsInLanes<T, PRODUCTS>(products, M, N, K, threads), epilogue);
+  else if (FewRows<T, PRODUCTS>::pays(products, M))
     visit(FewRows<T, PRODUCTS>(products, M, N, K, threads), epilogue);
   else visit(Matmul<T, PRODUCTS, false>(products, M, N, K, threads), epilogue);
 }

@@ -160,6 +160,16 @@ std::string cpu_vendor() {
 #endif
 }
 
+int64_t l2_bytes() {
+  static const int64_t bytes = [] {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    if (const int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE); found > 0) return found;
+#endif
+    return int64_t(1) << 20;
+  }();
+  return bytes;
+}
+
 const char* isa_name(Isa isa) {
 #define PT_ISA_NAME(name, unused) \
   case Isa::name: return #name;

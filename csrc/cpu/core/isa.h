@@ -7,6 +7,7 @@
 //     PT_SELECT(attention_kernels).forward(problem);             // table of the active set
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,7 @@ struct CpuFeature {
 };
 const std::vector<CpuFeature>& cpu_features();
 std::string cpu_vendor();  // as CPUID reports it, such as "AuthenticAMD"; empty if not x86-64
+int64_t l2_bytes();        // size of a core's L2 cache; 1 MB if the OS does not tell
 
 const char* isa_name(Isa isa);
 std::vector<Isa> built_isas();

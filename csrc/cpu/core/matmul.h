@@ -199,7 +199,7 @@ class Matmul {
   // Return the rows of A per task: a group that fits the cache and leaves tasks for all threads.
   int64_t group_rows(int64_t units, int64_t panels) const {
     const int64_t granule = transposed_ ? 64 : kPart<T>;
-    const int64_t fit = kCachedBytes / (units * int64_t(sizeof(packed))),
+    const int64_t fit = cached_bytes() / (units * int64_t(sizeof(packed))),
                   share = M_ * panels / (4 * threads_);
     const int64_t rows = min(M_, max(min(fit, share) / granule * granule, granule));
     return rows == M_
