@@ -3,8 +3,8 @@
 // (integrations/convert/rules.py).
 //
 // A rule's condition reads hooks, classes, dropouts, weights and settings of a module and of its
-// inner modules. A State describes their dictionaries when the condition ran, and keeps its result;
-// while they are equal, the condition need not run again.
+// inner modules. A State describes their dictionaries when the condition ran, and keeps its result,
+// with what the rule read there; while they are equal, the condition need not run again.
 //
 // A State keeps no weight alive: it describes a tensor by its type, dimensions, dtype and device,
 // and modules and dictionaries by their contents. It holds all other values, and compares them by
@@ -32,7 +32,7 @@ struct Entry {
 struct State {
   PyObject_HEAD std::vector<Entry>* entries;
   std::vector<std::array<PyObject*, 3>>* functions;  // owner, name, function
-  bool result;                                       // of the condition
+  PyObject* result;                                  // of the condition
 };
 
 PyTypeObject* state_type = nullptr;
@@ -105,6 +105,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   }
   for (const auto& function : *state.functions)
     for (PyObject* o : function) Py_VISIT(o);
+  Py_VISIT(state.result);
   return 0;
 }
 
@@ -116,6 +117,7 @@ int clear(PyObject* self) {
   for (const Entry& e : entries) Py_XDECREF(e.key), Py_XDECREF(e.value), Py_XDECREF(e.type);
   for (const auto& function : functions)
     for (PyObject* o : function) Py_DECREF(o);
+  Py_CLEAR(state.result);
   return 0;
 }
 
@@ -159,12 +161,12 @@ bool holds(const std::array<PyObject*, 3>& function) {
 }  // namespace
 
 // Arguments: a module; a tuple of dictionaries outside of modules; a tuple of functions, (owner,
-// name, getattr(owner, name)); the condition's result, a bool. Return a State, or None for a module
-// that contains itself.
+// name, getattr(owner, name)); the condition's result, any object but None. Return a State, or None
+// for a module that contains itself.
 FAST_PATH_ENTRY(remember) {
-  if (count != 4 || !PyTuple_Check(a[1]) || !PyTuple_Check(a[2]) || !PyBool_Check(a[3])) {
+  if (count != 4 || !PyTuple_Check(a[1]) || !PyTuple_Check(a[2]) || a[3] == Py_None) {
     PyErr_SetString(PyExc_TypeError,
-                    "remember(module, dicts: tuple, functions: tuple, result: bool)");
+                    "remember(module, dicts: tuple, functions: tuple, result: not None)");
     return nullptr;
   }
   if (!state_type && !make_type()) return nullptr;
@@ -173,7 +175,7 @@ FAST_PATH_ENTRY(remember) {
   State& state = *reinterpret_cast<State*>(made.ptr());
   state.entries = new std::vector<Entry>,
   state.functions = new std::vector<std::array<PyObject*, 3>>;
-  state.result = a[3] == Py_True;
+  state.result = Py_NewRef(a[3]);
   const auto keep = [&](const Entry& e) {
     Py_XINCREF(e.key), Py_XINCREF(e.value), Py_XINCREF(e.type);
     state.entries->push_back(e);
@@ -208,7 +210,7 @@ FAST_PATH_ENTRY(recall) {
     same = walk.dictionary(PyTuple_GET_ITEM(a[2], i));
   if (!same || !std::all_of(state.functions->begin(), state.functions->end(), holds))
     Py_RETURN_NONE;
-  return PyBool_FromLong(state.result);
+  return Py_NewRef(state.result);
 }
 
 }  // namespace pt::fast_path

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,16 +152,66 @@ def test_one_call_needs_no_gradient_and_no_dropout(hugging_face: Any, calls: lis
         assert True not in calls
 
 
+INNER = (
+    "attention.self.query", "attention.self.key", "attention.self.value",
+    "attention.output.dense", "attention.output.LayerNorm", "intermediate.dense",
+    "output.dense", "output.LayerNorm",
+)  # fmt: skip
+
+
+def _replace(name: str) -> Callable[[Any], None]:
+    """Return a change that replaces an inner module by one with other weights."""
+
+    def change(layer: Any) -> None:
+        parent, _, attribute = name.rpartition(".")
+        old = layer.get_submodule(name)
+        new = torch.nn.LayerNorm(32) if name.endswith("Norm") else torch.nn.Linear(
+            old.in_features, old.out_features
+        )  # fmt: skip
+        torch.manual_seed(7)
+        for parameter in new.parameters():
+            torch.nn.init.uniform_(parameter, -1, 1)
+        setattr(layer.get_submodule(parent), attribute, new.eval())
+
+    return change
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {name: _replace(name) for name in INNER} | {
+    "scaling": lambda layer: setattr(layer.attention.self, "scaling", 2.0),
+    "activation": lambda layer: setattr(layer.intermediate, "intermediate_act_fn", torch.nn.SiLU()),
+    "first eps": lambda layer: setattr(layer.attention.output.LayerNorm, "eps", 0.5),
+    "last eps": lambda layer: setattr(layer.output.LayerNorm, "eps", 0.5),
+    "attention's dropout": lambda layer: setattr(layer.attention.self.train().dropout, "p", 1.0),
+    "output's dropout": lambda layer: layer.output.dropout.train().__setattr__("p", 1.0),
+    "chunks": lambda layer: setattr(layer, "chunk_size_feed_forward", 3),
+    "attention": lambda layer: setattr(layer.attention.self.config, "_attn_implementation", "sdpa"),
+}
+
+
+@needs_fast_path
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_after_a_call_takes_effect(
+    hugging_face: Any, change: Callable[[Any], None]
+) -> None:
+    """A layer remembers what a call reads of its modules, until they change."""
+    plain, ours = build("bert", "eager"), build("bert", "pytransformer")
+    for model in (plain, ours):
+        for parameter in model.encoder.layer[-1].parameters():
+            parameter.data.mul_(5)  # so that each change moves the result
+    pt.integrations.convert(ours)
+    with torch.no_grad():
+        before = ours(**batch()).last_hidden_state[0]
+        for model in (plain, ours):
+            change(model.encoder.layer[-1])
+        found, expected = (model(**batch()).last_hidden_state[0] for model in (ours, plain))
+    assert distance(found, expected) < LIMIT
+    moved = distance(before, expected) > 10 * LIMIT
+    assert moved or change in (CHANGES["chunks"], CHANGES["attention"])
+
+
 @needs_fast_path
 @pytest.mark.parametrize("part", ["weight", "bias"])
-@pytest.mark.parametrize(
-    "inner",
-    [
-        "attention.self.query", "attention.self.key", "attention.self.value",
-        "attention.output.dense", "attention.output.LayerNorm", "intermediate.dense",
-        "output.dense", "output.LayerNorm",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("inner", INNER)
 def test_parameters_of_other_shapes_have_the_outcome_of_eager(
     hugging_face: Any, inner: str, part: str
 ) -> None:

@@ -9,7 +9,7 @@ its modules are not converted until the rule is updated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -191,13 +191,41 @@ def weights_wanted(kwargs: dict[str, Any]) -> bool:
     return weights_wanted(kwargs)
 
 
-def runs_on_ours(module: Any) -> bool:
-    """Return whether the module's model uses our attention."""
+def runs_on_ours(config: Any) -> bool:
+    """Return whether a model of this configuration uses our attention."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from ..hugging_face import attention_forward
 
-    return ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation) is attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) is attention_forward
+
+
+class LayerFacts(NamedTuple):
+    """Hold what a call of a whole layer reads of its modules, each at 1.2 us."""
+
+    config: Any
+    drops: bool
+    ours: bool  # its projections may run our product
+    settings: tuple[Any, ...]  # of post_norm_layer: scale, head size, activation, both eps
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerFacts:
+        attend, after, last = layer.attention.self, layer.attention.output, layer.output
+        drops = (
+            (attend.training and attend.dropout.p > 0)
+            or probability(after.dropout, after.training) > 0
+            or probability(last.dropout, last.training) > 0
+        )
+        projections = (attend.query, attend.key, attend.value, after.dense)
+        settings = (
+            attend.scaling,
+            attend.attention_head_size,
+            activation_name(layer.intermediate.intermediate_act_fn),
+            after.LayerNorm.eps,
+            last.LayerNorm.eps,
+        )
+        ours = all(isinstance(projection, Converted) for projection in projections)
+        return cls(attend.config, drops, ours, settings)
 
 
 class PostNormLayer:
@@ -210,21 +238,24 @@ class PostNormLayer:
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
+        *,
+        facts: LayerFacts,
         **kwargs: Any,
     ) -> Any:
-        attend, after = self.attention.self, self.attention.output
         if (
             past_key_values is not None
             or encoder_hidden_states is not None
             or self.chunk_size_feed_forward
-            or not runs_on_ours(attend)
+            or not runs_on_ours(facts.config)
             or weights_wanted(kwargs)
         ):
             return NotImplemented
-        if (found := _in_one_call(self, hidden_states, attention_mask, kwargs)) is not None:
+        found = _in_one_call(self, hidden_states, attention_mask, facts, kwargs)
+        if found is not None:
             return found
         from ..hugging_face import attention_forward
 
+        attend, after = self.attention.self, self.attention.output
         heads = (*hidden_states.shape[:-1], -1, attend.attention_head_size)
         query, key, value = (
             _project(hidden_states, by).view(heads).transpose(1, 2)
@@ -240,20 +271,13 @@ class PostNormLayer:
 
 
 def _in_one_call(
-    layer: Any, x: torch.Tensor, mask: Any, kwargs: dict[str, Any]
+    layer: Any, x: torch.Tensor, mask: Any, facts: LayerFacts, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return the layer's output without gradient and dropout by one call of C++, if it takes it."""
     from ..hugging_face.mask import Mask
 
-    attend, after, last = layer.attention.self, layer.attention.output, layer.output
-    first = layer.intermediate
     limits = cpu.faster().get(x.dtype)
-    drops = (
-        (attend.training and attend.dropout.p > 0)
-        or probability(after.dropout, after.training) > 0
-        or probability(last.dropout, last.training) > 0
-    )
-    if limits is None or drops or torch.is_grad_enabled():
+    if limits is None or facts.drops or torch.is_grad_enabled():
         return None
     if packed.weights and x.numel() > limits.unpacked * x.shape[-1]:  # it may use packed weights
         return None
@@ -265,14 +289,8 @@ def _in_one_call(
         if mask.shape[2:] != (x.shape[1], x.shape[1]):
             return None
         mask = mask.dense if mask.padding is None else mask.padding
-    projections = (attend.query, attend.key, attend.value, after.dense)
-    ours = all(isinstance(projection, Converted) for projection in projections)
-    found = fast_path.entries.post_norm_layer(
-        x, mask, attend.scaling, attend.attention_head_size,
-        activation_name(first.intermediate_act_fn), after.LayerNorm.eps, last.LayerNorm.eps,
-        limits.inference if ours else 0,
-        (*projections, after.LayerNorm, first.dense, last.dense, last.LayerNorm),
-    )  # fmt: skip
+    max_rows = limits.inference if facts.ours else 0
+    found = fast_path.entries.post_norm_layer(x, mask, layer, facts.settings, max_rows)
     return None if found is NotImplemented else found
 
 
@@ -367,6 +385,7 @@ _rule(
                 lambda m: _attention_changed(m) or _network_changed(m),
                 ("03956bababb0",),
                 by_probe=False,
+                facts=LayerFacts.of,
             ),
         ),
     ),

@@ -54,7 +54,7 @@ def _packing(encoder: Any, x: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -
         or kwargs.get("use_cache")
         or weights_wanted(kwargs)
         or "hidden_states" in collected()
-        or not runs_on_ours(encoder)
+        or not runs_on_ours(encoder.config)
     ):
         return None
     return Packing.of({"attn_mask": mask.padding.expand(x.shape[0], -1, -1, -1)}, x, if_worth=True)

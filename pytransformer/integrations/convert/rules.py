@@ -94,6 +94,9 @@ class Rule:
     by_probe: bool = True  # False: the probe cannot compare the mixin with the original method
     newer: Rule | None = None  # for code without one of the digests, as in a later release
     also: tuple[Rule, ...] = ()  # rules of other methods of the class, by their digests alone
+    # Reads what the mixin's method needs of the module and its inner modules: its argument
+    # ``facts``, remembered with the condition's result. It must depend on what State compares.
+    facts: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.mixin, "forward") and self.method != "forward":
@@ -193,8 +196,9 @@ def guarded(
     holds = _checked(rule, bypassed)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not holds(self):
+        if not (facts := holds(self)):
             return getattr(original, name)(self, *args, **kwargs)
+        more = {} if rule.facts is None else {"facts": facts}
         # The mixin forwards arguments by name, because positions differ between modules.
         if by_name or (renamed and kwargs):
             first = args[:1] if by_name else args
@@ -202,16 +206,18 @@ def guarded(
             for old, new in renamed.items():
                 if old in named:
                     named[new] = named.pop(old)
-            found = plain(self, *first, **named)
+            found = plain(self, *first, **more, **named)
         else:
-            found = plain(self, *args, **kwargs)
+            found = plain(self, *args, **more, **kwargs)
         return otherwise(self, *args, **kwargs) if found is NotImplemented else found
 
     return functools.wraps(own)(method)
 
 
-def _checked(rule: Rule, bypassed: tuple[code.Reached, ...]) -> Callable[[Any], bool]:
+def _checked(rule: Rule, bypassed: tuple[code.Reached, ...]) -> Callable[[Any], Any]:
     """Return the check of a module at each call: the condition, and no bypassed function replaced.
+
+    The check returns False, or the rule's facts, or True if it has none.
 
     The fast path remembers the result in the module's dictionary. It compares what the result
     depends on: the dictionaries of all inner modules (hooks, settings, types of weights), their
@@ -220,16 +226,18 @@ def _checked(rule: Rule, bypassed: tuple[code.Reached, ...]) -> Callable[[Any], 
     key = f"_pytransformer_{rule.method}"
     quick = rule.condition is _unconditional or rule.kind in _QUICKLY_CHECKED
 
-    def holds(self: Any) -> bool:
+    def holds(self: Any) -> Any:
         remembers = not quick and not torch.compiler.is_compiling()
         state = self.__dict__.get(key) if remembers else None
         if state is not None:
-            result: bool | None = fast_path.entries.recall(state, self, _GLOBAL_HOOKS)
+            result = fast_path.entries.recall(state, self, _GLOBAL_HOOKS)
             if result is not None:
                 return result
         if any(getattr(owner, called) is not function for owner, called, function in bypassed):
             return False
         result = rule.condition(self) is None
+        if result and rule.facts is not None:
+            result = rule.facts(self)
         if remembers and fast_path.why_not() is None:
             self.__dict__.pop(key, None)  # a copied module has None there, which is no State
             self.__dict__[key] = _remembered(self, bypassed, result)
@@ -238,7 +246,7 @@ def _checked(rule: Rule, bypassed: tuple[code.Reached, ...]) -> Callable[[Any], 
     return holds
 
 
-def _remembered(module: torch.nn.Module, bypassed: tuple[code.Reached, ...], result: bool) -> Any:
+def _remembered(module: torch.nn.Module, bypassed: tuple[code.Reached, ...], result: object) -> Any:
     classes: set[Any] = {cls for m in module.modules() for cls in (type(m), original_class(m))}
     functions = [tuple(place) for place in bypassed]
     functions += [(cls, "forward", cls.forward) for cls in classes]

@@ -28,7 +28,7 @@ class BiasTable:
             isinstance(past_seen_tokens, int) and past_seen_tokens + query_length == key_length
         )
         table = self.relative_attention_bias
-        if by_lengths and runs_on_ours(self) and type(table) is torch.nn.Embedding:
+        if by_lengths and runs_on_ours(self.config) and type(table) is torch.nn.Embedding:
             return NotImplemented if unhooked(table) else table.weight
         return NotImplemented
 
