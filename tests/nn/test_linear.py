@@ -43,9 +43,9 @@ SIZES = [
     (1026, 37),
 ]
 FEW = range(1, cpu.FEW_ROWS + 1)
-IN_PLACE = 12  # weights of up to so many rows may be read in place although they are packed
-# rows in lanes, one group of rows, read in place or transposed, and several groups
-MANY = [9, IN_PLACE, IN_PLACE + 1, 50, 260]
+IN_PLACE = 40  # weights of up to so many rows may be read in place although they are packed
+# rows in lanes, in one group or more; one group of Matmul, in place or transposed; several groups
+MANY = [9, 12, 13, 17, 23, IN_PLACE, 50, 260]
 SOME_SIZES = [(3, 2), (33, 63), (100, 65), (1025, 66), (9, 1100), (1026, 37)]
 LAYOUTS = ["rows", "columns"]  # (n, k) in memory, or the transpose of a (k, n)
 

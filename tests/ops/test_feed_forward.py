@@ -179,9 +179,9 @@ def test_many_rows_are_processed_in_parts() -> None:
 @pytest.mark.parametrize(
     ("rows", "d", "hidden"),
     [
-        (28, 96, 320),
+        (32, 96, 320),
         (200, 1200, 96),
-        (40, 2200, 128),
+        (60, 2200, 128),
         (1100, 64, 1024),
         (4200, 16, 512),
         (2100, 1200, 2048),

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// float32 gemms with about ten rows of A on 256-bit vectors, as for a search query. B, the weights,
-// is read once, in place.
+// float32 gemms with 5 to 40 rows of A on 256-bit vectors, as for a search query. B, the weights,
+// is read once from memory, in place.
 //
-// Matmul puts rows of A into the lanes of full panels: 12 rows fill 12 of 16 lanes. Here a vector
-// holds two neighbors along k of four rows, and B is broadcast in pairs, so that 12 rows fill three
-// vectors. Nothing of B is packed. The summation order depends only on K.
+// Matmul puts rows of A into the lanes of panels: 12 rows fill 12 of 16 lanes, 20 rows 20 of 32.
+// Here a vector holds two neighbors along k of four rows, and B is broadcast in pairs, so that a
+// group of 12 rows fills three vectors. Nothing of B is packed. The summation order depends only on
+// K.
 #pragma once
 
 #include "cpu/core/matmul.h"
@@ -20,15 +21,20 @@ class RowsInLanes {
   static constexpr int kRowsPerVec = T::width / 2;
   // Columns of C per task and stream. Streams as in FewRows.
   static constexpr int kBlock = T::width, kStreams = 4;
-  static constexpr int kMaxVecs = 3;  // kStreams * kMaxVecs sums + kMaxVecs of A + 1 of B
-  // With fewer rows, FewRows is limited by memory and as fast (Zen 3).
-  static constexpr int kMinRows = kRowsPerVec + 1;
+  // Vectors of a group of rows: kStreams * kGroup sums + kGroup of A + 1 of B.
+  static constexpr int kGroup = 3;
   // Pairs per partial sum, as in matmul_sizes.h.
   static constexpr int64_t kPairs = 192;
 
  public:
   static bool pays(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t K) {
-    if (!kSupported || M < kMinRows || M > kMaxVecs * kRowsPerVec || K % 2) return false;
+    // Up to 4 rows, FewRows is limited by memory. Above 12 rows in its last panel, Matmul fills its
+    // lanes, and above 40 rows the last panel hardly counts (Zen 3). A must remain in L2, because
+    // all of it is read per column.
+    const int64_t last = M % kPanel<T>;
+    const bool faster = M > 4 && M <= 40 && last >= 1 && last <= 12 &&
+                        M * K * int64_t(sizeof(acc)) <= cached_bytes();
+    if (!kSupported || !faster || K % 2) return false;
     for (const Product<T>& p : products)
       if (p.a.along_k || p.b.along_k || p.b.live || p.a.stride % 2) return false;
     return true;
@@ -44,9 +50,12 @@ class RowsInLanes {
     packed_arena.reset(packed_bytes());
     const double* rows[PRODUCTS];
     for (int i = 0; i < PRODUCTS; i++) {
-      double* to = packed_arena.take<double>(pairs_ * vecs_ * kRowsPerVec);
-      pack_transposed<Double>(reinterpret_cast<const double*>(p_[i].a.data), p_[i].a.stride / 2, M_,
-                              pairs_, to, nullptr, vecs_ * kRowsPerVec);
+      double* const to = packed_arena.take<double>(pairs_ * vecs_ * kRowsPerVec);
+      for (int64_t v = 0; v < vecs_; v += kGroup)
+        pack_transposed<Double>(
+            reinterpret_cast<const double*>(p_[i].a.data + v * kRowsPerVec * p_[i].a.stride),
+            p_[i].a.stride / 2, M_ - v * kRowsPerVec, pairs_, to + v * kRowsPerVec * pairs_,
+            nullptr, min<int64_t>(kGroup, vecs_ - v) * kRowsPerVec);
       rows[i] = to;
     }
     const int64_t run = round_up(ceil_div(N_, kStreams), kBlock);
@@ -95,10 +104,13 @@ class RowsInLanes {
     const double* from[kStreams];
     UNROLL for (int c = 0; c < kStreams; c++) from[c] =
         reinterpret_cast<const double*>(b.data + min(n + c * run, N_ - 1) * b.stride);
-    acc* to = sums + column * T::width;
-    if (vecs_ == 3) dots<3>(a, from, to);
-    else if (vecs_ == 2) dots<2>(a, from, to);
-    else dots<1>(a, from, to);
+    for (int64_t v = 0; v < vecs_; v += kGroup, a += pairs_ * kGroup * kRowsPerVec) {
+      acc* const to = sums + (v * kBlock + column) * T::width;
+      const int64_t count = vecs_ - v;
+      if (count >= 3) dots<3>(a, from, to);
+      else if (count == 2) dots<2>(a, from, to);
+      else dots<1>(a, from, to);
+    }
   }
 
   template <int VECS>
@@ -126,9 +138,10 @@ class RowsInLanes {
         UNROLL for (int i = 0; i < kLine; i++) step(j + i);
       }
       for (; j < end; j++) step(j);
-      UNROLL for (int s = 0; s < kStreams * VECS; s++) {
-        acc* at = to + s * kBlock * T::width;
-        store(at, u ? load(at) + sums[s] : sums[s]);
+      UNROLL for (int c = 0; c < kStreams; c++) UNROLL for (int v = 0; v < VECS; v++) {
+        acc* const at = to + (c * vecs_ + v) * kBlock * T::width;
+        const vec sum = sums[c * VECS + v];
+        store(at, u ? load(at) + sum : sum);
       }
     }
   }
