@@ -14,10 +14,12 @@ struct CrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
   enum { kX, kWeight, kBias, kTarget, kInputs, kSeed = -1 };
   enum Reduction { kMean, kSum, kNone };
-  static constexpr size_t kDifferentiable = 3, kSaved = 2, kGrads = 1;
+  static constexpr size_t kDifferentiable = 3, kSaved = 5, kGrads = 1;
   using Inputs = std::array<Tensor, kInputs>;
-  using Outputs = std::array<Tensor, 3>;  // loss, split lse, and x weightᵀ if saved for backward
-  using Saved = std::array<Tensor, 2>;
+  // loss, split lse, x weightᵀ if saved for backward, and the gradients of forward, which only
+  // Python computes
+  using Outputs = std::array<Tensor, 6>;
+  using Saved = std::array<Tensor, kSaved>;
 
   struct Numbers {
     int64_t ignore_index = -100, reduction = kMean;
@@ -145,7 +147,7 @@ struct CrossEntropy {
   static constexpr std::initializer_list<const char*> kReductions = {"mean", "sum", "none"};
   static py::tuple others(const Numbers& n) {
     return py::make_tuple(n.ignore_index, n.label_smoothing, 0.0, 0.0,
-                          kReductions.begin()[n.reduction], false, true, py::none(), false);
+                          kReductions.begin()[n.reduction], false, "logits", py::none(), false);
   }
 };
 

@@ -106,7 +106,7 @@ def backward(
     d_weight: torch.Tensor | None,
     d_bias: torch.Tensor | None,
 ) -> None:
-    """Write dx (rows, d), d_weight (float32) and d_bias (float32, initially zeros), if given.
+    """Write dx (rows, d), d_weight and d_bias (float32, initially zeros), if given.
 
     a has x (rows, d) and target (rows,). g and p_factor are those of `row_factors`, float32.
     """
@@ -122,7 +122,9 @@ def backward(
         else torch.empty(step, classes, dtype=a.x.dtype, device=device)
     )
     dx_part = None if dx is None else torch.empty(step, d, dtype=torch.float32, device=device)
-    dw_part = None
+    dw_part, total = None, d_weight
+    if d_weight is not None and d_weight.dtype != torch.float32:
+        total = torch.empty(classes, d, dtype=torch.float32, device=device)
     if d_weight is not None and rows > step:
         dw_part = torch.empty(min(classes, part_rows(d)), d, dtype=torch.float32, device=device)
     g, factors = _relative(g, p_factor, a.class_weight)
@@ -157,14 +159,12 @@ def backward(
             # Select, because an ignored row may contain NaN.
             x = torch.where(valid[part], x * share[part, None], 0.0).to(x.dtype)
             if dw_part is None or part.start == 0:
-                float_gemm(dz[:n].t(), x, d_weight)
+                float_gemm(dz[:n].t(), x, total)
             else:
                 for some in chunks(classes, len(dw_part)):
-                    d_weight[some] += float_gemm(
-                        dz[:n, some].t(), x, dw_part[: len(d_weight[some])]
-                    )
+                    total[some] += float_gemm(dz[:n, some].t(), x, dw_part[: len(total[some])])
     if d_weight is not None:
-        d_weight *= most / kind.SCALE
+        torch.mul(total, most / kind.SCALE, out=d_weight)
 
 
 def _relative(

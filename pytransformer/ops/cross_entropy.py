@@ -6,7 +6,9 @@ See docs/ops/cross_entropy.md.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args, overload
 
 import torch
@@ -16,9 +18,9 @@ from ._backends.cpu import cross_entropy as cpu
 from ._backends.cuda import cross_entropy as cuda
 from ._backends.triton import cross_entropy as triton
 from ._core import fast_path
-from ._core.autograd import needs_gradient
-from ._core.op import Op
-from ._core.registry import check_backend
+from ._core.autograd import needs_gradient, transforming
+from ._core.op import Op, may_overwrite_saved
+from ._core.registry import Backend, check_backend
 from ._core.tensors import (
     as_integer,
     autocast,
@@ -26,17 +28,22 @@ from ._core.tensors import (
     check_number,
     check_same,
     check_tensor,
+    empty_in_order,
+    is_sharded,
     shape_of,
 )
 from ._problem.cross_entropy import reduced_z_loss
 from .options import Reduction
 
-# softcap 0 disables the cap. accuracy: forward writes `correct`.
+# softcap 0 disables the cap. accuracy: forward writes `correct`. save: what forward saves for
+# backward besides the split lse: "" without a backward, "logits" if they are small and on the CPU,
+# or the gradients of a reduced loss, by the names of x, weight and bias that need one.
 ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int ignore_index,"
     " float label_smoothing, float softcap, float z_loss_weight, str reduction, bool accuracy,"
-    " bool save"
+    " str save"
 )
+DIFFERENTIABLE = ("x", "weight", "bias")
 REDUCTIONS = get_args(Reduction)
 # up to this size forward saves x weightᵀ, which saves backward one of three products
 KEPT_BYTES = 64 << 20
@@ -52,8 +59,21 @@ def _empty(a: Any) -> tuple[torch.Tensor, ...]:
     rows = a.target.shape
     shape = rows if a.reduction == "none" else ()
     kept = (*rows, a.weight.shape[0]) if keeps(a) else (0,)
-    shapes = shape, (2, *rows), kept, rows if a.accuracy else (0,)
-    return tuple(torch.empty(s, dtype=work, device=a.x.device) for s in shapes)
+    loss, split_lse, product, correct = (
+        torch.empty(s, dtype=work, device=a.x.device)
+        for s in (shape, (2, *rows), kept, rows if a.accuracy else (0,))
+    )
+    early = early_names(a)
+    gradients = (
+        empty_in_order(t) if name in early else a.x.new_empty(0)
+        for name, t in zip(DIFFERENTIABLE, (a.x, a.weight, a.bias))
+    )
+    return loss, split_lse, product, *gradients, correct
+
+
+def early_names(a: Any) -> list[str]:
+    """Return the names of the gradients that forward computes."""
+    return [] if a.save == "logits" else a.save.split()
 
 
 def keeps(a: Any) -> bool:
@@ -61,27 +81,35 @@ def keeps(a: Any) -> bool:
 
     Only the CPU does; GPU backward kernels recompute it.
     """
-    if not a.save or a.x.device.type != "cpu":
+    if a.save != "logits" or a.x.device.type != "cpu":
         return False
     classes, depth = a.weight.shape
     size = math.prod(a.target.shape) * classes * (8 if a.x.dtype == torch.float64 else 4)
     return size <= KEPT_BYTES and depth > KEPT_DEPTH * (2 if a.x.dtype == torch.bfloat16 else 1)
 
 
-def _flops(a: Any) -> int:
+def _product_flops(a: Any) -> int:
     return 2 * a.x.numel() * a.weight.shape[0]
+
+
+def _forward_flops(a: Any) -> int:
+    return (1 + len({"x", "weight"}.intersection(early_names(a)))) * _product_flops(a)
+
+
+def _backward_flops(a: Any) -> int:
+    """Count the products for x, for weight, and of the recomputed logits."""
+    return (0 if early_names(a) else 2 if keeps(a) else 3) * _product_flops(a)
 
 
 linear_cross_entropy_op = Op(
     "linear_cross_entropy",
     arguments=ARGUMENTS,
-    outputs=("loss", "split_lse", "product", "correct"),
+    outputs=("loss", "split_lse", "product", "early_x", "early_weight", "early_bias", "correct"),
     differentiable_outputs=1,
-    differentiable=("x", "weight", "bias"),
-    saved=("split_lse", "product"),
+    differentiable=DIFFERENTIABLE,
+    saved=("split_lse", "product", "early_x", "early_weight", "early_bias"),
     empty_outputs=_empty,
-    # for x, for weight, and the recomputed logits
-    flops=(_flops, lambda a: (2 if keeps(a) else 3) * _flops(a)),
+    flops=(_forward_flops, _backward_flops),
     family="cross_entropy",
 )
 
@@ -206,7 +234,7 @@ def _parts(
         )
     parts = [reduced_z_loss(a, rest[0].detach())] if return_z_loss else []
     if return_accuracy:
-        correct = rest[2].detach()
+        correct = rest[-1].detach()
         count = (a.target != a.ignore_index).sum()
         parts.append(correct if a.reduction == "none" else correct.sum() / count)
     return parts
@@ -274,17 +302,39 @@ def _prepare(
         raise ValueError(f"{op}: z_loss_weight must be at least 0, got {z_weight}")
     check_choice(op, "reduction", reduction, REDUCTIONS)
     check_backend(op, backend)
-    return (
-        linear_cross_entropy_op.Arguments(
-            x, weight, target, bias, class_weight, index, smoothing, cap, z_weight, reduction,
-            bool(return_accuracy), needs_gradient(x, weight, bias),
-        ),
-        backend,
-        bool(strict),
+    a = linear_cross_entropy_op.Arguments(
+        x, weight, target, bias, class_weight, index, smoothing, cap, z_weight, reduction,
+        bool(return_accuracy), "logits" if needs_gradient(x, weight, bias) else "",
     )  # fmt: skip
+    if a.save and _computes_gradients(a, backend):
+        named = zip(DIFFERENTIABLE, (x, weight, bias))
+        a = a._replace(save=" ".join(n for n, t in named if t is not None and t.requires_grad))
+    return a, backend, bool(strict)
+
+
+def _computes_gradients(a: Any, backend: str | None) -> bool:
+    """Return true if forward computes the gradients of a reduced loss, which backward scales.
+
+    That saves the product of the recomputed logits. Only ``cuda`` gains, in bfloat16 and without a
+    softcap (see its module). Transforms and exported programs may need no gradient, so there
+    forward computes none.
+    """
+    if a.x.dtype != torch.bfloat16 or a.reduction == "none" or a.softcap or a.accuracy:
+        return False
+    if a.class_weight is not None and a.label_smoothing:
+        return False
+    if torch.compiler.is_exporting() or is_sharded(a):
+        return False
+    if torch.compiler.is_compiling():  # choices and fast path are those of eager calls
+        chosen = backend == "cuda" or (backend is None and a.x.is_cuda)
+        return chosen and cuda.runs_on(a.x.device.type, a.x.device.index)
+    if _product_flops(a) < cuda.early_flops() or transforming():
+        return False
+    return linear_cross_entropy_op.selects("cuda", a, backend)
 
 
 linear_cross_entropy_op.prepare = _prepare
+linear_cross_entropy_op.overwrites_saved = True
 fast_path.facts |= {"kept_bytes": KEPT_BYTES, "kept_depth": KEPT_DEPTH}
 
 
@@ -299,7 +349,43 @@ def check_values(a: Any) -> None:
 
 def _reference(a: Any) -> tuple[torch.Tensor, ...]:
     loss, split_lse, product, correct = cross_entropy_forward(a)
-    return loss, split_lse, product if keeps(a) else product.new_zeros(0), correct
+    none = a.x.new_zeros(0)
+    kept = product if keeps(a) else product.new_zeros(0)
+    return loss, split_lse, kept, none, none, none, correct
+
+
+def _with_gradients(backend: Backend) -> Backend:
+    """Return the backend with gradients in forward, which its backward scales.
+
+    ``cuda`` saves a product. Another backend, if the choice changed after the call was prepared,
+    runs its backward in forward.
+    """
+
+    def forward(a: Any) -> tuple[torch.Tensor, ...]:
+        names = early_names(a)
+        if not names or backend.name == "cuda":
+            return backend.forward(a)
+        loss, split_lse, product, *none, correct = backend.forward(a._replace(save=""))
+        found = backend.backward(
+            a, (torch.ones_like(loss),), (split_lse, product), [n in names for n in DIFFERENTIABLE]
+        )
+        early = (e if t is None else t for t, e in zip(found, none))
+        return loss, split_lse, product, *early, correct
+
+    def backward(
+        a: Any,
+        grads: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+    ) -> Sequence[torch.Tensor | None]:
+        grad, early = grads[0], saved[2:]
+        complete = early and all(t.numel() for t, want in zip(early, wanted) if want)
+        if grad is None or not complete:
+            return backend.backward(a, grads, saved[:2], wanted)
+        last = may_overwrite_saved()
+        return [cuda.scaled(t, grad, last) if want else None for t, want in zip(early, wanted)]
+
+    return dataclasses.replace(backend, forward=forward, backward=backward)
 
 
 def _reference_bytes(a: Any) -> int:
@@ -312,6 +398,10 @@ def _reference_bytes(a: Any) -> int:
 linear_cross_entropy_op.add_reference(
     _reference, extra_bytes=_reference_bytes, check_values=check_values
 )
-linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, check_values))
-linear_cross_entropy_op.backend(cuda.backend(linear_cross_entropy_op, check_values))
-linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, check_values, keeps))
+for _backend in (
+    linear_cross_entropy_op.backends["reference"],
+    triton.backend(linear_cross_entropy_op, check_values),
+    cuda.backend(linear_cross_entropy_op, check_values),
+    cpu.backend(linear_cross_entropy_op, check_values, keeps),
+):
+    linear_cross_entropy_op.backend(_with_gradients(_backend))

@@ -6,6 +6,8 @@ tests/emulator runs the same problems on the CPU.
 
 from __future__ import annotations
 
+import itertools
+
 import cross_entropy_problems
 import pytest
 import torch
@@ -26,6 +28,7 @@ pytestmark = [
     ),
 ]
 RANDOM, SEED = 300, 29
+EARLY_FLOPS = cuda_cross_entropy.EARLY_FLOPS_EMULATED  # small problems have gradients in forward
 
 
 def wrong(problem: fuzz_cross_entropy.Problem) -> list[str]:
@@ -37,10 +40,11 @@ def wrong(problem: fuzz_cross_entropy.Problem) -> list[str]:
 def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain gemms run on the library and on the kernels.
 
-    Rows run in the emulator's chunks and all at once.
+    Rows run in the emulator's chunks and all at once, with gradients in backward and in forward.
     """
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
-    for small in (False, True):
+    for small, early_flops in itertools.product((False, True), (1 << 62, EARLY_FLOPS)):
+        monkeypatch.setattr(cuda_cross_entropy, "EARLY_FLOPS", early_flops)
         if small:
             monkeypatch.setattr(
                 cuda_cross_entropy, "PARTIALS_BYTES", cuda_cross_entropy.PARTIALS_BYTES_EMULATED
@@ -55,6 +59,7 @@ def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", ["", "sm90"])
 def test_random_problems(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+    monkeypatch.setattr(cuda_cross_entropy, "EARLY_FLOPS", EARLY_FLOPS)
     failed = []
     for case in range(RANDOM):
         problem = fuzz_cross_entropy.draw(SEED, case)
@@ -80,7 +85,7 @@ def test_many_classes() -> None:
         torch.randn(50257, device="cuda").requires_grad_(),
     )
     runs = []
-    for backend in ("cuda", "cuda", "reference"):
+    for backend in ("cuda", "cuda", "reference"):  # cuda: with gradients in forward
         loss = pt.linear_cross_entropy(
             x, w, target, bias=bias, label_smoothing=0.1, backend=backend, strict=True
         )
@@ -103,7 +108,16 @@ def test_bad_targets_read_nothing_outside(wrong_class: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(*found))
 
 
-def test_cuda_graph() -> None:
-    x, w = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (130, 300))
+@pytest.mark.parametrize("early_flops", [EARLY_FLOPS, 1 << 62])
+def test_cuda_graph(early_flops: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_cross_entropy, "EARLY_FLOPS", early_flops)
+    x, w = (
+        torch.randn(n, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (130, 300)
+    )
     target = torch.arange(130, device="cuda")
-    check_cuda_graph(lambda: pt.linear_cross_entropy(x, w, target, backend="cuda"), target)
+
+    def step() -> torch.Tensor:
+        loss = pt.linear_cross_entropy(x, w, target, backend="cuda")
+        return torch.cat([t.float().flatten() for t in (loss, *torch.autograd.grad(loss, (x, w)))])
+
+    check_cuda_graph(step, target)

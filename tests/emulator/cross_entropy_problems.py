@@ -53,7 +53,7 @@ def problem(
 
 # Tiles of 128 rows and 256 classes, or 128 if these are few, steps of 64. Emulated, forward
 # processes 128 or 256 rows at a time and backward 128 or more of few classes, on two
-# multiprocessors.
+# multiprocessors. In bfloat16 without a softcap, forward computes the gradients of reduced losses.
 PROBLEMS = {
     "several tiles": problem(BF16, (150, 72, 600), F32, ignored=True, label_smoothing=0.1),
     "chunks": problem(F16, (300, 24, 264), F16, reduction="sum"),
@@ -71,6 +71,9 @@ PROBLEMS = {
         return_z_loss=True, ignored=True),
     "class weights": problem(F16, (140, 40, 300), F32, class_weight=True, z_loss_weight=0.05,
         ignored=True),
+    "gradients in forward": problem(BF16, (70, 136, 520), F32, class_weight=True,
+        z_loss_weight=0.05, ignored=True),
+    "two blocks of classes": problem(BF16, (66, 16, 2100), BF16, reduction="sum"),
     "one class": problem(F16, (3, 8, 1), F32),
     "one of each": problem(BF16, (1, 1, 2), BF16, label_smoothing=0.5),
 }  # fmt: skip

@@ -62,7 +62,7 @@ def test_library_gemm_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for use_cublas in (False, True):
         if use_cublas:
-            monkeypatch.setattr(cuda_cross_entropy, "use_cublas", lambda *shape: True)
+            monkeypatch.setattr(cuda_matmul, "use_cublas", lambda *shape: True)
         before = products()
         for name in ("several tiles", "chunks", "odd sizes"):
             _, wrong = fuzz_cross_entropy.judge(PROBLEMS[name], "cuda", False)
@@ -200,7 +200,7 @@ def test_bad_targets_read_nothing_outside(wrong: int, monkeypatch: pytest.Monkey
     for target in (wrong, min(max(wrong, 0), 299)):
         given = a(
             x.detach(), w.detach(), torch.full((3,), target), None, None, -100, 0.1, 0.0, 0.0,
-            "none", False, True,
+            "none", False, "logits",
         )  # fmt: skip
         losses, split_lse, g = torch.empty(3), torch.empty(2, 3), torch.ones(3)
         dx, dw = torch.empty(3, 8, dtype=x.dtype), torch.zeros(300, 8)
@@ -231,7 +231,7 @@ def test_binding_checks_shapes() -> None:
         torch.zeros(4, dtype=torch.int64),
     )
     assert cuda_library.why_not("cross_entropy_fwd", x.device) is None
-    rest = [torch.empty(8), *(torch.empty(4) for _ in range(4)), -100, 0.0, 0.0]
+    rest = [torch.empty(8), *(torch.empty(4) for _ in range(4)), None, -100, 0.0, 0.0]
     for arguments, message in (
         ((x, w.t(), None, target[:3], *rest), "target must be 4 contiguous numbers"),
         ((x, w.t(), None, target, rest[0][:7], *rest[1:]), "partials must be 8 contiguous numbers"),

@@ -10,7 +10,6 @@ from feed_forward_problems import PROBLEMS
 from run_problems import Share
 
 import pytransformer as pt
-from pytransformer.ops._backends.cuda import feed_forward as cuda_feed_forward
 from pytransformer.ops._backends.cuda import matmul as cuda_matmul
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
 from pytransformer.testing import exact_feed_forward
@@ -44,7 +43,7 @@ def test_library_gemm_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for use_cublas in (False, True):
         if use_cublas:
-            monkeypatch.setattr(cuda_feed_forward, "use_cublas", lambda *shape: True)
+            monkeypatch.setattr(cuda_matmul, "use_cublas", lambda *shape: True)
         before = products()
         for name in ("relu", "gated", "odd sizes"):
             assert (found := feed_forward_problems.differences(PROBLEMS[name])) == [], (

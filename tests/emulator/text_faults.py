@@ -352,13 +352,13 @@ FAULTS = (
         "weighted rows",
     ),
     TextFault(
-        "the_other_rows_logits",
-        "cuda/cross_entropy/sm90/fwd.cuh",
-        "sum_at(strip, r, c",
-        "sum_at(strip, r ^ PT_FAULT(the_other_rows_logits), c",
+        "exponentials_of_the_first_tile",
+        "cuda/cross_entropy/sm90/in_place.cuh",
+        "f.maxima + column",
+        "f.maxima + (PT_FAULT(exponentials_of_the_first_tile) ? 0 : column)",
         "cross_entropy_problems",
         "sm90",
-        "chunks",
+        "gradients in forward",
     ),
     TextFault(
         "targets_of_half_the_rows",

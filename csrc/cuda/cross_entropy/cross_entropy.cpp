@@ -44,11 +44,16 @@ Labels labels_of(const Tensor& target, int64_t ignore_index, double smoothing, i
           float(1 - smoothing), float(smoothing)};
 }
 
-// partials, picked: scratch for the tiles' results.
+float* bias_partials_of(const Tensor& t, const Product& p, Reachable& reachable) {
+  return floats_to(t, "bias_partials", (p.rows + kRowsOfAPart - 1) / kRowsOfAPart * p.columns,
+                   reachable);
+}
+
+// partials, picked: scratch for the tiles' results. exponentials: see LogitPartials.
 void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor partials,
                        Tensor picked, Tensor loss, Tensor row_max, Tensor log_sum,
-                       int64_t ignore_index, double label_smoothing, double softcap, int64_t device,
-                       int64_t stream) {
+                       MaybeTensor exponentials, int64_t ignore_index, double label_smoothing,
+                       double softcap, int64_t device, int64_t stream) {
   Reachable reachable;
   LogitPartials f{};
   f.softcap = float(softcap);
@@ -59,6 +64,9 @@ void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   const CrossEntropyPlan plan = plan_cross_entropy(rows, classes, label_smoothing > 0);
   f.partials = floats_to(partials, "partials", plan.partials, reachable),
   f.picked = floats_to(picked, "picked", rows, reachable);
+  STD_TORCH_CHECK(!exponentials || (f.product.dtype == DType::bf16 && softcap == 0),
+                  "cross entropy: exponentials must be bfloat16, without a softcap");
+  f.exponentials = result_of(exponentials, "exponentials", f.product, reachable);
   const LossProblem second{f.labels,
                            f.partials,
                            f.picked,
@@ -90,11 +98,47 @@ void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   STD_TORCH_CHECK(softcap == 0 || f.p_factor, "cross entropy: a softcap needs p_factor");
   f.softcap = float(softcap);
   f.d_logits = result_of(d_logits, "d_logits", f.product, reachable);
-  if (bias_partials)
-    f.bias_partials = floats_to(*bias_partials, "bias_partials",
-                                (rows + kRowsOfAPart - 1) / kRowsOfAPart * classes, reachable);
+  if (bias_partials) f.bias_partials = bias_partials_of(*bias_partials, f.product, reachable);
   const DeviceGuard guard(device);
   sm90_d_logits(f, planned(f.product), reinterpret_cast<void*>(stream));
+}
+
+// d_logits: forward's exponentials, which their gradients replace. partials, picked: forward's.
+void cross_entropy_d_logits(Tensor target, Tensor partials, Tensor picked, Tensor row_max,
+                            Tensor log_sum, Tensor g, MaybeTensor p_factor, Tensor d_logits,
+                            MaybeTensor bias_partials, int64_t classes, int64_t ignore_index,
+                            double label_smoothing, int64_t device, int64_t stream) {
+  Reachable reachable;
+  ExponentialsProblem f{};
+  Product p{};
+  p.dtype = DType::bf16, p.rows = f.rows = target.numel(), p.columns = f.classes = classes;
+  f.labels = labels_of(target, ignore_index, label_smoothing, f.rows, reachable);
+  const CrossEntropyPlan plan = plan_cross_entropy(f.rows, classes, label_smoothing > 0);
+  f.maxima = floats_from(partials, "partials", plan.partials, reachable);
+  f.picked = floats_from(picked, "picked", f.rows, reachable);
+  f.row_max = floats_from(row_max, "row_max", f.rows, reachable);
+  f.log_sum = floats_from(log_sum, "log_sum", f.rows, reachable);
+  f.g = floats_from(g, "g", f.rows, reachable);
+  if (p_factor) f.p_factor = floats_from(*p_factor, "p_factor", f.rows, reachable);
+  f.d_logits = result_of(d_logits, "d_logits", p, reachable);
+  if (bias_partials) f.bias_partials = bias_partials_of(*bias_partials, p, reachable);
+  const DeviceGuard guard(device);
+  sm90_d_logits_in_place(f, reinterpret_cast<void*>(stream));
+}
+
+// out = g t, contiguous bfloat16; out may be t.
+void cross_entropy_scale(Tensor t, Tensor g, Tensor out, int64_t device, int64_t stream) {
+  Reachable reachable;
+  for (const Tensor* p : {&t, &out})
+    STD_TORCH_CHECK(p->is_contiguous() && p->scalar_type() == ScalarType::BFloat16 &&
+                        p->numel() == t.numel() &&
+                        reinterpret_cast<uintptr_t>(p->const_data_ptr()) % 16 == 0,
+                    "cross entropy: a scaled gradient must be contiguous bfloat16 at a multiple of "
+                    "16 bytes");
+  const ScaleProblem f{read_from(kOp, t, "t", reachable), write_to(kOp, out, "out", reachable),
+                       floats_from(g, "g", 1, reachable), t.numel()};
+  const DeviceGuard guard(device);
+  sm90_scale(f, reinterpret_cast<void*>(stream));
 }
 
 // Return the number of partial results per row in forward.
@@ -105,22 +149,32 @@ int64_t cross_entropy_partials(int64_t classes, bool smooth) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def(
-      PT_EDGE_OP("cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, "
-                 "Tensor(a!) partials, Tensor(b!) picked, "
-                 "Tensor(c!) loss, Tensor(d!) row_max, Tensor(e!) log_sum, int ignore_index, float "
-                 "label_smoothing, float softcap, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP(
+      "cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, "
+      "Tensor(a!) partials, Tensor(b!) picked, "
+      "Tensor(c!) loss, Tensor(d!) row_max, Tensor(e!) log_sum, Tensor(f!)? exponentials, "
+      "int ignore_index, float label_smoothing, float softcap, int device, int stream) "
+      "-> ()"));
+  m.def(PT_EDGE_OP(
+      "cross_entropy_d_logits(Tensor target, Tensor partials, Tensor picked, Tensor row_max, "
+      "Tensor log_sum, Tensor g, Tensor? p_factor, Tensor(a!) d_logits, "
+      "Tensor(b!)? bias_partials, int classes, int ignore_index, float label_smoothing, "
+      "int device, int stream) -> ()"));
   m.def(
       PT_EDGE_OP("cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor "
                  "row_max, Tensor log_sum, "
                  "Tensor g, Tensor? p_factor, Tensor(a!)? d_logits, Tensor(b!)? bias_partials, "
                  "int ignore_index, float label_smoothing, float softcap, int device, int stream) "
                  "-> ()"));
+  m.def(PT_EDGE_OP(
+      "cross_entropy_scale(Tensor t, Tensor g, Tensor(a!) out, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("cross_entropy_partials(int classes, bool smooth) -> int"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("cross_entropy_fwd"), TORCH_BOX(&cross_entropy_fwd));
   m.impl(PT_EDGE_OP("cross_entropy_bwd"), TORCH_BOX(&cross_entropy_bwd));
+  m.impl(PT_EDGE_OP("cross_entropy_d_logits"), TORCH_BOX(&cross_entropy_d_logits));
+  m.impl(PT_EDGE_OP("cross_entropy_scale"), TORCH_BOX(&cross_entropy_scale));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
   m.impl(PT_EDGE_OP("cross_entropy_partials"), TORCH_BOX(&cross_entropy_partials));

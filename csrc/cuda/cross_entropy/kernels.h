@@ -10,6 +10,8 @@ namespace pt::cuda {
 
 void sm90_logit_partials(const LogitPartials& f, const MatmulPlan& plan, void* stream);
 void sm90_loss(const LossProblem& f, const CrossEntropyPlan& plan, void* stream);
+void sm90_d_logits_in_place(const ExponentialsProblem& f, void* stream);
+void sm90_scale(const ScaleProblem& f, void* stream);
 void sm90_d_logits(const DLogitsProblem& f, const MatmulPlan& plan, void* stream);
 
 }  // namespace pt::cuda

@@ -19,13 +19,15 @@ struct Labels {
 // u = x weight^T + bias, where product.a[0] = x and b[0] = weight^T, in tiles of classes. z =
 // softcap tanh(u / softcap), or u if softcap is 0. `partials`, (2, or 3 with on_each; class tiles;
 // rows), receives per tile and row the maximum, the sum of exp(z - maximum) and the sum of logits.
-// `picked` receives the target's logit.
+// `picked` receives the target's logit. `exponentials` receives exp(z - maximum of the tile) if its
+// data is not null; it is then bf16, without a softcap.
 struct LogitPartials {
   Product product;
   Bias bias;
   Labels labels;
   float *partials, *picked;
   float softcap;
+  MatrixOut exponentials;
 };
 
 // m = max z, l = log sum exp(z - m); loss = l - on_target (z_target - m) - on_each (mean(z) - m),
@@ -50,6 +52,27 @@ struct DLogitsProblem {
   float* bias_partials;   // (ceil(rows / 64), classes); may be null
   const float* p_factor;  // (rows,), or null without softcap, class weights and z-loss
   float softcap;          // 0: none; else p_factor is not null
+};
+
+// The same d_logits without a softcap, in place of `exponentials` of LogitPartials: each is
+// multiplied with p_factor exp(maximum of the tile - m - l). The target's probability comes from
+// `picked`, because p - 1 of a rounded p would have no digits.
+struct ExponentialsProblem {
+  Labels labels;
+  const float *maxima, *picked;  // LogitPartials' partials and picked
+  const float *row_max, *log_sum, *g, *p_factor;
+  MatrixOut d_logits;
+  float* bias_partials;
+  int64_t rows, classes;
+};
+
+// out = g from, rounded once: forward's bf16 gradients times the loss's gradient. In place (out is
+// from) nothing is read or written if g is 1.
+struct ScaleProblem {
+  const void* from;
+  void* out;
+  const float* g;
+  int64_t count;
 };
 
 }  // namespace pt::cuda

@@ -187,7 +187,7 @@ class _Part:
         """Return the arguments of a call on this rank's classes."""
         return self.op.Arguments(
             x, weight, target, bias, None, IGNORED, smoothing, 0.0, z_loss_weight, "none", False,
-            False,
+            "",
         )  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def _gradients(
     if part.op.select(a, part.backend, part.strict).name not in BY_LSE:
         return _plain(part, saved, grad, wanted)
     results = part.op.backward(
-        grad, *a, split_lse, split_lse.new_empty(0), wanted, part.backend, part.strict
+        grad, *a, split_lse, *[split_lse.new_empty(0)] * 4, wanted, part.backend, part.strict
     )
     d_x, d_weight, d_bias = (r if want else None for r, want in zip(results, wanted))
     d_weight, d_bias = (None if t is None else t[:own] for t in (d_weight, d_bias))

@@ -94,6 +94,8 @@ class Op:
     # public call -> (arguments, backend, strict); set by the op's file
     prepare: Callable[..., tuple[Any, str | None, bool]]
     reference: Callable[[Any], tuple[torch.Tensor, ...]]  # set by add_reference
+    # Set by the op's file if its backward calls ``may_overwrite_saved``.
+    overwrites_saved = False
 
     def __init__(
         self,
@@ -319,6 +321,20 @@ class Op:
         watched = torch.compiler.is_compiling() or not unwatched(args[len(self.grad_names)], args)
         return self.bwd(*args) if watched else self.run_backward(*args)
 
+    def last_backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
+        """Run backward when autograd frees the saved tensors after it.
+
+        Backward may overwrite and return them, unless something observes the call: the raw op's
+        results share no memory with its arguments.
+        """
+        if not unwatched(args[len(self.grad_names)], args):
+            return self.bwd(*args)
+        _thread.last_backward = True
+        try:
+            return self.run_backward(*args)
+        finally:
+            _thread.last_backward = False
+
     def _backward_body(self, *args: Any) -> tuple[torch.Tensor, ...]:
         return self._filled(args[len(self.grad_names)], self.run_backward(*args))
 
@@ -365,18 +381,17 @@ class Op:
                     f"{self.name}: backend {forced!r} was forced but cannot do this: {reason}"
                 )
             return self.backends[forced]
-        device, reasons = a[0].device.type, dict[str, str]()
-        for name, kernel in ordered(self, a, direction):
-            candidate = self.backends[name]
-            if at_home(name, device) and (kernel is None or kernel == candidate.kernel(a)):
-                reason = unasked_reason(self, candidate, a)
-                if reason is None:
-                    if reasons and is_broken(why := joined(reasons)):
-                        record_fallback(
-                            self.name, why, instead=f"the backend {name}", strict=strict, once=True
-                        )
-                    return candidate
-                reasons[name] = reason
+        candidate, reasons = self._first(a, direction)
+        if candidate is not None:
+            if reasons and is_broken(why := joined(reasons)):
+                record_fallback(
+                    self.name,
+                    why,
+                    instead=f"the backend {candidate.name}",
+                    strict=strict,
+                    once=True,
+                )
+            return candidate
         if "reference" not in self.backends:
             raise BackendError(f"{self.name}: no backend can do this: {reasons}")
         if reasons:
@@ -387,6 +402,25 @@ class Op:
                 self.name, why, instead="the reference", strict=strict, once=is_broken(why)
             )
         return self.backends["reference"]
+
+    def _first(self, a: Any, direction: str) -> tuple[Backend | None, dict[str, str]]:
+        """Return the first fused backend that computes the problem, and why others do not."""
+        device, reasons = a[0].device.type, dict[str, str]()
+        for name, kernel in ordered(self, a, direction):
+            candidate = self.backends[name]
+            if at_home(name, device) and (kernel is None or kernel == candidate.kernel(a)):
+                reason = unasked_reason(self, candidate, a)
+                if reason is None:
+                    return candidate, reasons
+                reasons[name] = reason
+        return None, reasons
+
+    def selects(self, name: str, a: Any, backend: str | None) -> bool:
+        """Return true if :meth:`select` returns this backend; records no fallback."""
+        if (forced := backend or forced_backend(self.name)) is not None:
+            return forced == name and self.reason(name, a) is None
+        first, _ = self._first(a, "fwd")
+        return first is not None and first.name == name
 
     def fused(self, a: Any) -> tuple[torch.Tensor, ...]:
         """Run the op, but raise :class:`NotLaunched` if every fused backend failed.
@@ -456,6 +490,11 @@ class Op:
                 if a[i] is not None and a[i].requires_grad:
                     return True
         return False
+
+
+def may_overwrite_saved() -> bool:
+    """Return true if the running backward may overwrite and return the tensors that it received."""
+    return getattr(_thread, "last_backward", False)
 
 
 def joined(reasons: Mapping[str, str | None]) -> str:

@@ -53,19 +53,26 @@ def reduced_z_loss(a: Any, split_lse: torch.Tensor) -> torch.Tensor:
     return z_loss.sum() / valid.sum() if a.reduction == "mean" else z_loss.sum()
 
 
+def upstream(a: Any, grad: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the upstream gradients of a row's loss and of its z-loss."""
+    grad = grad.to(dtype)
+    if a.reduction != "mean":
+        return grad, grad
+    of_loss = grad / weight_of_targets(a)
+    return of_loss, grad / (a.target != a.ignore_index).sum() if a.z_loss_weight else of_loss
+
+
 def row_factors(
-    a: Any, grad: torch.Tensor, split_lse: torch.Tensor, dtype: torch.dtype
+    a: Any, of_loss: torch.Tensor, of_z_loss: torch.Tensor, split_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (g, p_factor), each (rows,) of the dtype, 0 where the target is ignored.
+    """Return (g, p_factor), each (rows,), from ``upstream``; 0 where the target is ignored.
 
     The gradient of the logits is dz_rc = p_factor_r p_rc - g_r w_c q_rc (see the reference). g_r is
     the upstream gradient of row r's loss, and p_factor_r = g_r A_r + 2 lambda lse_r g'_r, where
     g'_r is the upstream gradient of its z-loss. p_factor is None if it equals g: without class
     weights and z-loss.
     """
-    valid = a.target != a.ignore_index
-    grad = grad.to(dtype)
-    of_loss = grad / weight_of_targets(a) if a.reduction == "mean" else grad
+    valid, dtype = a.target != a.ignore_index, of_loss.dtype
     g = torch.where(valid, of_loss, 0.0)
     if a.class_weight is None and not a.z_loss_weight:
         return g.reshape(-1), None
@@ -75,7 +82,6 @@ def row_factors(
         share = (1.0 - s) * target_weights(a, dtype) + s * a.class_weight.to(dtype).mean()
         p_factor = g * share
     if a.z_loss_weight:
-        of_z_loss = grad / valid.sum() if a.reduction == "mean" else grad
         lse = split_lse[0].to(dtype) + split_lse[1]
         more = of_z_loss * (2.0 * a.z_loss_weight) * lse
         p_factor = p_factor + torch.where(valid, more, 0.0)

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <type_traits>
+
 #include "cuda/cross_entropy/kernels.h"
 #include "cuda/cross_entropy/sm90/fwd.cuh"
 #include "cuda/matmul/sm90/launch.cuh"
@@ -12,8 +14,14 @@ void sm90_logit_partials(const LogitPartials& f, const MatmulPlan& plan, void* s
       launch_matmul<decltype(t), NT>(f.product, epilogue, plan, stream);
     };
     const float cap = f.softcap;
-    if (cap == 0) run(RowPartials<false>{{}, {f.bias}, f.labels, f.partials, f.picked, tiles});
-    else run(RowPartials<true>{{cap, 1 / cap}, {f.bias}, f.labels, f.partials, f.picked, tiles});
+    if (cap != 0)
+      return run(RowPartials<true, false>{
+          {cap, 1 / cap}, {}, {f.bias}, f.labels, f.partials, f.picked, tiles});
+    if constexpr (std::is_same_v<decltype(t), ptx::bf16>)
+      if (f.exponentials.data)
+        return run(RowPartials<false, true>{
+            {}, {f.exponentials}, {f.bias}, f.labels, f.partials, f.picked, tiles});
+    run(RowPartials<false, false>{{}, {}, {f.bias}, f.labels, f.partials, f.picked, tiles});
   });
 }
 

@@ -10,14 +10,14 @@
 namespace pt::cuda {
 
 // Online softmax of a row's logits: the maximum, and the sum of exp(logit - maximum).
-struct Exponentials {
+struct OnlineSoftmax {
   float row_max, sum;
 
   // Return the value to subtract before exponentials: 0 if every logit is -inf.
   static PT_DEVICE float safe(float row_max) {
     return row_max == minus_infinity() ? 0.0f : row_max;
   }
-  PT_DEVICE void add(const Exponentials& b) {
+  PT_DEVICE void add(const OnlineSoftmax& b) {
     const float larger = fmaxf(row_max, b.row_max), base = safe(larger);
     const float alpha = ptx::exp2((row_max - base) * kLog2e);
     sum = sum * alpha + b.sum * ptx::exp2((b.row_max - base) * kLog2e);
@@ -35,9 +35,17 @@ PT_DEVICE float quad_max(float x) {
   return fmaxf(x, ptx::shfl_xor(x, 2));
 }
 
+// Base of the epilogue; empty if it stores no exponentials.
+template <bool kStores>
+struct Exponentials {};
+template <>
+struct Exponentials<true> {
+  MatrixOut exponentials;
+};
+
 // An epilogue (matmul.cuh).
-template <bool kSoftcap>
-struct RowPartials : Softcap<kSoftcap> {
+template <bool kSoftcap, bool kStores>
+struct RowPartials : Softcap<kSoftcap>, Exponentials<kStores> {
   static constexpr uint32_t kScratch = TileBias<1>::kBytes + RowStats::kBytes;
   static constexpr int kPanels = 0;
   Bias bias[1];
@@ -83,6 +91,12 @@ struct RowPartials : Softcap<kSoftcap> {
         for (int i = 0; i < R / 2; ++i) z[i] = this->capped(z[i]);
       }
       finish_row(place, z, end, r);
+      if constexpr (kStores) {
+        const StripRows<T> rows(this->exponentials, place);
+        PT_UNROLL
+        for (int strip = 0; strip < R / 16; ++strip)
+          rows.store(strip, r, reinterpret_cast<const float (&)[8]>(z[8 * strip]));
+      }
     }
   }
 
@@ -93,6 +107,7 @@ struct RowPartials : Softcap<kSoftcap> {
   // Column of the lane's element i, relative to its first column.
   static PT_HOST_DEVICE constexpr int column_of(int i) { return i / 2 * 8 + i % 2; }
 
+  // Reduce the logits z of a row and replace them by their exponentials.
   template <int N>
   PT_DEVICE void finish_row(const MatmulPlace& place, float (&z)[N], int end, int r) const {
     const int64_t row = place.own(r);
@@ -110,9 +125,9 @@ struct RowPartials : Softcap<kSoftcap> {
     PT_UNROLL
     for (int i = 0; i < N; ++i) row_max = fmaxf(row_max, z[i]);
     row_max = quad_max(row_max);
-    const float base = Exponentials::safe(row_max);
+    const float base = OnlineSoftmax::safe(row_max);
     PT_UNROLL
-    for (int i = 0; i < N; ++i) sum += ptx::exp2((z[i] - base) * kLog2e);
+    for (int i = 0; i < N; ++i) sum += z[i] = ptx::exp2((z[i] - base) * kLog2e);
     sum = sum_over_quad(sum);
     if (labels.on_each > 0.0f) total = sum_over_quad(total);
     // Store each partial with a different lane.
@@ -146,7 +161,7 @@ __global__ void __launch_bounds__(32 * kLossWarps)
   const auto at = [&](int kind, int of) {
     return shared + 4 * uint32_t((kind * kLossWarps + of) * 32 + lane_id());
   };
-  Exponentials all{minus_infinity(), 0.0f};
+  OnlineSoftmax all{minus_infinity(), 0.0f};
   float total = 0.0f;
   if (here) {
     for (int64_t tile = warp; tile < f.tiles; tile += kLossWarps) {

@@ -9,6 +9,8 @@ namespace pt::cuda {
 
 constexpr int kClassTile = kHalfColumns;  // classes per partial of a row
 constexpr int kLossWarps = 8;             // warps per block, which share the tiles of 32 rows
+constexpr int kInPlaceThreads = 256;      // of the blocks that change d_logits and gradients
+constexpr int kScaledVectors = 4;         // vectors of 8 gradients per thread
 
 struct CrossEntropyPlan {
   int64_t tiles;     // class tiles

@@ -14,7 +14,7 @@ import torch
 from ..._core import native
 from ..._core.op import Op
 from ..._core.registry import WRONG_DEVICE, Backend
-from ..._problem.cross_entropy import reduced_z_loss, row_factors, weight_of_targets
+from ..._problem.cross_entropy import reduced_z_loss, row_factors, upstream, weight_of_targets
 
 
 def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], bool]) -> Backend:
@@ -29,7 +29,7 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
         if a.x.numel() == 0:
             return op.backends["reference"].forward(a)
         check_values(a)
-        loss, split_lse, product, correct = op.empty_outputs(a)
+        loss, split_lse, product, *gradients, correct = op.empty_outputs(a)
         losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
         torch.ops.pytransformer_C.linear_cross_entropy_fwd(
             *_operands(a), losses.view(-1), split_lse.view(-1), _or_none(product),
@@ -40,7 +40,7 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
             loss.copy_(total / weight_of_targets(a) if a.reduction == "mean" else total)
         if a.z_loss_weight:
             loss += reduced_z_loss(a, split_lse)
-        return loss, split_lse, product, correct
+        return loss, split_lse, product, *gradients, correct
 
     def backward(
         a: Any,
@@ -52,7 +52,7 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
             return op.backends["reference"].backward(a, grads, saved, wanted)
         check_values(a)
         split_lse = saved[0].contiguous()
-        factors = row_factors(a, grads[0], split_lse, torch.float64)
+        factors = row_factors(a, *upstream(a, grads[0], torch.float64), split_lse)
         g, p_factor = (None if f is None else f.to(split_lse.dtype) for f in factors)
         results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
         targets: dict[str, torch.Tensor | None] = {}

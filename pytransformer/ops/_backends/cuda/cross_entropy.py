@@ -9,6 +9,12 @@ GEMMs compute dx and add to dweight::
     dx = d_logits weight;  dweight += d_logitsᵀ x
     dbias = sum over rows of d_logits, unrounded
 
+If forward computes the gradients, its GEMM also writes exp(z - maximum of 128 classes) of a chunk,
+in bfloat16. A pass over them in place multiplies each row by p_factor exp(maximum - m - l) and
+subtracts g q, which gives d_logits without a second GEMM of the logits. Both roundings together
+stay below eps of p. A softcap's factor needs the logit itself, and float16 needs the upstream
+gradient before rounding, so both recompute the logits in backward.
+
 In float16 a power of two first scales the maximum of g and p_factor to 2^15, because small
 probabilities would underflow. The float32 results are divided by it.
 """
@@ -16,7 +22,7 @@ probabilities would underflow. The float32 results are divided by it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,11 +30,11 @@ import torch
 from ..._core.op import Op
 from ..._core.registry import Backend
 from ..._core.tensors import as_written, matrix
-from ..._problem.cross_entropy import chunks, float_gemm, target_weights
+from ..._problem.cross_entropy import chunks, float_gemm, row_factors, target_weights, upstream
 from ..gpu import cross_entropy as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
-from .matmul import WIDTH, alloc_padded, bias_parts, operand, padded_bias, use_cublas
+from .matmul import WIDTH, alloc_padded, bias_parts, gemm, operand, padded_bias
 
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
@@ -37,11 +43,14 @@ HALF_SCALE = 2.0**15  # float16 ends at 2^16
 # chunk adds to dweight, which costs 16 bytes per element against 6 operations per row.
 PARTIALS_BYTES, D_LOGITS_BYTES = 1 << 28, 1 << 30
 PARTIALS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16
+# Forward computes the gradients if a product has at least this many operations, about 0.1 ms on an
+# H100: below it the C++ fast path, which has no such call, saves more than the product.
+EARLY_FLOPS, EARLY_FLOPS_EMULATED = 1 << 36, 1 << 16
 
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     """Return the backend of linear_cross_entropy."""
-    kernels = gpu.Kernels(_forward, _backward)
+    kernels = gpu.Kernels(_forward, _backward, _forward_with_gradients)
     ours = gpu.backend(
         "cuda", op, lambda: kernels, check_values, why_not, _extra_bytes, cuda_library.recorded
     )
@@ -68,24 +77,81 @@ def why_not(a: Any) -> str | None:
     return cuda_matmul.why_not("cross_entropy_fwd", a.x, *a.weight.shape)
 
 
+def early_flops() -> int:
+    """Return the min operations of a product for gradients in forward."""
+    return EARLY_FLOPS_EMULATED if cuda_library.emulating() else EARLY_FLOPS
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def runs_on(device_type: str, index: int | None) -> bool:
+    """Return true if the kernels run on the device, which torch.compile evaluates once."""
+    device = torch.device(device_type if index is None else f"{device_type}:{index}")
+    return cuda_library.why_not("cross_entropy_fwd", device) is None and cuda_library.runs_sm90a(
+        device
+    )
+
+
 def _forward(
     a: Any, losses: torch.Tensor, split_lse: torch.Tensor, correct: torch.Tensor | None = None
 ) -> None:
-    (x, weight, bias), rows = _operands(a), len(a.x)
-    step = min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
+    step = min(len(a.x), _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
+    for _ in _losses(a, losses, split_lse, step):
+        pass
+    if a.class_weight is not None:
+        losses *= target_weights(a, torch.float32)
+
+
+def _losses(
+    a: Any,
+    losses: torch.Tensor,
+    split_lse: torch.Tensor,
+    step: int,
+    exponentials: torch.Tensor | None = None,
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Compute the losses of ``step`` rows at a time; yield the rows, their partials and picked."""
+    x, weight, bias = _operands(a)
     partials, picked = (
         torch.empty(step * _partials(a), device=a.x.device),
         torch.empty(step, device=a.x.device),
     )
-    for part in chunks(rows, step):
+    for part in chunks(len(a.x), step):
         n = len(losses[part])
+        scratch = partials[: n * _partials(a)], picked[:n]
         cuda_library.call(
-            "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part],
-            partials[: n * _partials(a)], picked[:n],
-            losses[part], *split_lse[:, part], a.ignore_index, a.label_smoothing, a.softcap,
+            "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part], *scratch,
+            losses[part], *split_lse[:, part], None if exponentials is None else exponentials[:n],
+            a.ignore_index, a.label_smoothing, a.softcap,
         )  # fmt: skip
-    if a.class_weight is not None:
-        losses *= target_weights(a, torch.float32)
+        yield part, *scratch
+
+
+def _forward_with_gradients(
+    a: Any,
+    losses: torch.Tensor,
+    split_lse: torch.Tensor,
+    dx: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+    d_bias: torch.Tensor | None,
+) -> None:
+    """Compute the losses and the gradients of their reduction, chunk by chunk."""
+    classes, step = a.weight.shape[0], min(len(a.x), _chunk_rows(a.weight.shape[0]))
+    d_logits = alloc_padded(a.x[:step], classes)
+    gradients = _Gradients(a, step, dx, d_weight, d_bias)
+    of_rows = upstream(a, torch.ones((), device=a.x.device), torch.float32)
+    for part, partials, picked in _losses(a, losses, split_lse, step, d_logits):
+        target = a.target[part]
+        g, p_factor = row_factors(a._replace(target=target), *of_rows, split_lse[:, part])
+        if a.class_weight is not None:
+            weights = target_weights(a._replace(target=target), torch.float32)
+            losses[part] *= weights
+            g = g * weights
+        cuda_library.call(
+            "cross_entropy_d_logits", a.x.device, target, partials, picked,
+            *split_lse[:, part], g, p_factor, d_logits[: len(g)], gradients.bias_sums(len(g)),
+            classes, a.ignore_index, a.label_smoothing,
+        )  # fmt: skip
+        gradients.add(part, d_logits[: len(g), :classes])
+    gradients.finish()
 
 
 def _backward(
@@ -99,8 +165,7 @@ def _backward(
 ) -> None:
     with as_written(a.x.device):
         x, weight, bias = _operands(a)
-        (rows, d), classes, device = a.x.shape, a.weight.shape[0], a.x.device
-        step = min(rows, _chunk_rows(classes))
+        classes, step = a.weight.shape[0], min(len(a.x), _chunk_rows(a.weight.shape[0]))
         if a.class_weight is not None:
             g = g * target_weights(a, torch.float32)  # the factor of q, without label smoothing
         if p_factor is None and a.softcap:
@@ -108,45 +173,103 @@ def _backward(
         scale = _scale(g, p_factor) if x.dtype == torch.float16 else None
         if scale is not None:
             g, p_factor = g * scale, None if p_factor is None else p_factor * scale
-        unscale = 1.0 if scale is None else 1 / scale
         d_logits = None if dx is None and d_weight is None else alloc_padded(x[:step], classes)
-        bias_partials = (
-            None if d_bias is None else torch.empty(bias_parts(step), classes, device=device)
-        )
-        width = -(-d // WIDTH) * WIDTH
-        dx_part = None if dx is None else torch.empty(step, width, device=device)
-        total = d_weight if d_weight is None or d == width else d_weight.new_empty(classes, width)
-        valid = (a.target != a.ignore_index)[:, None]
-        for part in chunks(rows, step):
+        gradients = _Gradients(a, step, dx, d_weight, d_bias, scale)
+        for part in chunks(len(a.x), step):
             n = len(g[part])
             to = None if d_logits is None else d_logits[:n]
-            sums = None if bias_partials is None else bias_partials[: bias_parts(n)]
             cuda_library.call(
-                "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part],
+                "cross_entropy_bwd", x.device, x[part], weight.t(), bias, a.target[part],
                 *split_lse[:, part], g[part], None if p_factor is None else p_factor[part], to,
-                sums,
-                a.ignore_index, a.label_smoothing, a.softcap,
+                gradients.bias_sums(n), a.ignore_index, a.label_smoothing, a.softcap,
             )  # fmt: skip
-            if d_bias is not None:
-                assert sums is not None
-                d_bias += sums.sum(0)
-            if dx is not None:
-                assert to is not None and dx_part is not None
-                _gemm(to[:, :classes], weight, dx_part[:n])
-                product = dx_part[:n, :d]
-                dx[part] = torch.where(
-                    valid[part], product if scale is None else product * unscale, 0.0
-                )
-            if d_weight is not None:
-                assert to is not None and total is not None
-                # an ignored row may hold NaN
-                clean = operand(torch.where(valid[part], x[part], 0.0))
-                _gemm(to[:, :classes].t(), clean, total, add=part.start > 0)
-        if d_weight is not None and (scale is not None or total is not d_weight):
-            assert total is not None
-            torch.mul(total[:, :d], unscale, out=d_weight)
-        if d_bias is not None and scale is not None:
-            d_bias *= unscale
+            gradients.add(part, None if to is None else to[:, :classes])
+        gradients.finish()
+
+
+class _Gradients:
+    """The products with d_logits, chunk by chunk of ``step`` rows.
+
+    A product writes a result of x's dtype directly if no other chunk adds to it and no scale is
+    divided out; other sums are float32 until then.
+    """
+
+    def __init__(
+        self,
+        a: Any,
+        step: int,
+        dx: torch.Tensor | None,
+        d_weight: torch.Tensor | None,
+        d_bias: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        self.x, self.weight, _ = _operands(a)
+        self.dx, self.d_weight, self.d_bias = dx, d_weight, d_bias
+        self.unscale = None if scale is None else 1 / scale
+        self.valid = (a.target != a.ignore_index)[:, None]
+        (rows, d), (classes, _), device = a.x.shape, a.weight.shape, a.x.device
+        width = -(-d // WIDTH) * WIDTH
+        self.dx_sums = self.weight_sums = self.sums = None
+        if dx is not None and scale is not None:
+            self.dx_sums = torch.empty(step, width, device=device)
+        if d_weight is not None and (scale is not None or rows > step):
+            self.weight_sums = torch.empty(classes, width, device=device)
+        if d_bias is not None:
+            self.sums = torch.empty(bias_parts(step), classes, device=device)
+
+    def bias_sums(self, rows: int) -> torch.Tensor | None:
+        """Return memory for the column sums of a chunk's d_logits over 64 rows each."""
+        return None if self.sums is None else self.sums[: bias_parts(rows)]
+
+    def add(self, part: slice, d_logits: torch.Tensor | None) -> None:
+        """Add a chunk, whose ``bias_sums`` are complete."""
+        rows = part.stop - part.start
+        if self.d_bias is not None:
+            sums = self.bias_sums(rows)
+            assert sums is not None
+            self.d_bias += sums.sum(0)
+        if self.dx is not None:
+            assert d_logits is not None
+            if self.dx_sums is None:
+                gemm(d_logits, self.weight, self.dx[part])
+            else:
+                assert self.unscale is not None
+                _gemm(d_logits, self.weight, self.dx_sums[:rows])
+                product = self.dx_sums[:rows, : self.dx.shape[1]]
+                torch.mul(product, self.unscale, out=self.dx[part])
+        if self.d_weight is not None:
+            assert d_logits is not None
+            # an ignored row may hold NaN
+            x = operand(torch.where(self.valid[part], self.x[part], 0.0))
+            if self.weight_sums is None:
+                gemm(d_logits.t(), x, self.d_weight)
+            else:
+                _gemm(d_logits.t(), x, self.weight_sums, add=part.start > 0)
+
+    def finish(self) -> None:
+        """Round the sums of several chunks, and divide the scale out."""
+        if self.d_weight is not None and self.weight_sums is not None:
+            sums = self.weight_sums[:, : self.d_weight.shape[1]]
+            if self.unscale is None:
+                self.d_weight.copy_(sums)
+            else:
+                torch.mul(sums, self.unscale, out=self.d_weight)
+        if self.d_bias is not None and self.unscale is not None:
+            self.d_bias *= self.unscale
+
+
+def scaled(t: torch.Tensor, grad: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """Return t times the scalar grad, rounded once to t's dtype; in place, t itself.
+
+    In place, the kernel reads and writes nothing if grad is 1.
+    """
+    out = t if in_place else torch.empty_like(t)
+    aligned = t.is_contiguous() and t.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    if aligned and t.dtype == torch.bfloat16 and runs_on(t.device.type, t.device.index):
+        cuda_library.call("cross_entropy_scale", t.device, t, grad, out)
+    else:
+        torch.mul(t, grad.reshape([1] * t.dim()), out=out)
+    return out
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
@@ -156,7 +279,7 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = Fa
     product of 2.95 ms, and a buffer of out's size.
     """
     columns = b.shape[1]
-    if add or not use_cublas(len(out), columns, a.shape[1]):
+    if add or not cuda_matmul.use_cublas(len(out), columns, a.shape[1]):
         cuda_library.call("matmul_sums", a.device, a, b, out, add)
     else:
         float_gemm(a, b, out[:, :columns])
@@ -195,19 +318,19 @@ def _chunk_rows(classes: int) -> int:
 
 
 def _extra_bytes(a: Any) -> int:
-    """Return the maximum of the bytes of forward and backward.
+    """Return the maximum of the bytes of forward and backward, or of both if they are one.
 
-    Forward needs a chunk's partials. Backward needs a chunk's d_logits, their sums over 64 rows, dx
-    in float32 and x, and dweight in float32, twice if its rows are padded.
+    Forward needs a chunk's partials. Gradients need a chunk's d_logits, their sums over 64 rows and
+    x, float32 dx in float16, and float32 dweight in float16 or with several chunks.
     """
     rows, (classes, d) = a.target.numel(), a.weight.shape
-    forward = (
-        4
-        * _partials(a)
-        * min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
-    )
+    width, half = -(-d // WIDTH) * WIDTH, a.x.dtype == torch.float16
     chunk = min(rows, _chunk_rows(classes))
-    backward = chunk * (2 * classes + classes // 16 + 6 * d) + 4 * classes * d * (
-        1 if d % WIDTH == 0 else 2
-    )
-    return max(forward, backward) + 16 * rows  # losses, split lse and g of all rows
+    gradients = chunk * (2 * classes + classes // 16 + 2 * d + (4 * width if half else 0))
+    if half or rows > chunk:
+        gradients += 4 * classes * width
+    of_a_row = 4 * _partials(a)
+    if a.save not in ("", "logits"):
+        return gradients + chunk * of_a_row + 16 * rows
+    partials = of_a_row * min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, of_a_row))
+    return max(partials, gradients) + 16 * rows  # losses, split lse and g of all rows

@@ -18,7 +18,7 @@ from ..._core.tensors import matrix
 from ..gpu import feed_forward as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
-from .matmul import alloc_padded, bias_parts, operand, padded_bias, result, use_cublas
+from .matmul import alloc_padded, bias_parts, gemm, operand, padded_bias, result
 
 
 def backend(op: Op) -> Backend:
@@ -89,9 +89,6 @@ def _backward(
             gemm(rows.t(), values, wanted[name])
 
 
-# ---- gemms
-
-
 def _first_gemms(
     a: Any,
     x: torch.Tensor,
@@ -106,31 +103,6 @@ def _first_gemms(
         a.dropout_seed, hidden, pre, gate,
         _activation(a), a.row_start, a.column_start, a.dropout_p,
     )  # fmt: skip
-
-
-def gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    a2: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """Compute out = a @ b (+ a2 @ b2) + bias; operands have the layout that kernels require."""
-    rows, columns = out.shape
-    if not use_cublas(rows, columns, a.shape[1]):
-        with result(out) as to:
-            cuda_library.call("matmul", a.device, a, b, a2, b2, padded_bias(bias), to)
-        return
-    if bias is not None and bias.dtype == out.dtype:
-        torch.addmm(bias, a, b, out=out)
-    else:
-        torch.mm(a, b, out=out)
-    if a2 is not None and b2 is not None:
-        out.addmm_(a2, b2)
-    if bias is not None and bias.dtype != out.dtype:
-        out.copy_(out + bias)
 
 
 def _activation(a: Any) -> int:

@@ -85,6 +85,31 @@ def result(t: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
     t.copy_(rows[:, :columns].view(t.shape))
 
 
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    a2: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Compute out = a @ b (+ a2 @ b2) + bias; operands have the layout that kernels require."""
+    rows, columns = out.shape
+    if not use_cublas(rows, columns, a.shape[1]):
+        with result(out) as to:
+            cuda_library.call("matmul", a.device, a, b, a2, b2, padded_bias(bias), to)
+        return
+    if bias is not None and bias.dtype == out.dtype:
+        torch.addmm(bias, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
+    if a2 is not None and b2 is not None:
+        out.addmm_(a2, b2)
+    if bias is not None and bias.dtype != out.dtype:
+        out.copy_(out + bias)
+
+
 def padded_bias(b: torch.Tensor | None) -> torch.Tensor | None:
     """Return the bias contiguous, 16-byte aligned and padded to a multiple of eight elements."""
     if b is None:

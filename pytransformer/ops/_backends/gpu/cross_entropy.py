@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code of linear_cross_entropy that the backends ``triton`` and ``cuda`` share.
 
-Backward recomputes the logits for every reduction. Forward saves only the split lse, the same on
-every backend, so backward may run on another backend. This costs a fourth product.
+Forward saves the split lse, the same on every backend, so backward may run on another backend. It
+recomputes the logits, which costs a fourth product, unless forward computes the gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ..._core.op import Op
 from ..._core.registry import Backend, Recorded
 from ..._core.tensors import as_written, looks_at_values
-from ..._problem.cross_entropy import reduced_z_loss, row_factors, weight_of_targets
+from ..._problem.cross_entropy import reduced_z_loss, row_factors, upstream, weight_of_targets
 
 
 class Kernels(NamedTuple):
@@ -23,13 +23,16 @@ class Kernels(NamedTuple):
 
     - ``forward(a, losses, split_lse, correct)`` writes the loss (rows,) without z-loss, the split
       lse (2, rows), and correct (rows,) if not None, float32.
-    - ``backward(a, g, p_factor, split_lse, dx, d_weight, d_bias)`` writes dx (rows, d), d_weight
-      (float32) and d_bias (float32, initially zero) if not None. ``row_factors`` returns g and
-      p_factor, float32. There is at least one row.
+    - ``backward(a, g, p_factor, split_lse, dx, d_weight, d_bias)`` writes dx (rows, d), d_weight,
+      both contiguous and of x's dtype, and d_bias (float32, initially zero) if not None.
+      ``row_factors`` returns g and p_factor, float32. There is at least one row.
+    - ``forward_with_gradients(a, losses, split_lse, dx, d_weight, d_bias)`` does both for a reduced
+      loss with an upstream gradient of 1.
     """
 
     forward: Callable[..., None]
     backward: Callable[..., None]
+    forward_with_gradients: Callable[..., None] | None = None
 
 
 def backend(
@@ -47,21 +50,25 @@ def backend(
         if looks_at_values(a.x.device):
             check_values(a)
         with as_written(a.x.device):  # covers the full call: a recording has one precision setting
-            loss, split_lse, product, correct = op.empty_outputs(a)
+            loss, split_lse, product, *gradients, correct = op.empty_outputs(a)
             if product.numel():  # only for tensors on the CPU
                 product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
             losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
-            load().forward(
-                _flat(a), losses.view(-1), split_lse.view(2, -1),
-                correct.view(-1) if a.accuracy else None,
-            )  # fmt: skip
+            kernels, outputs = load(), (losses.view(-1), split_lse.view(2, -1))
+            results = [t if t.numel() else None for t in gradients]
+            if kernels.forward_with_gradients and any(t is not None for t in results):
+                targets = _targets(results)
+                kernels.forward_with_gradients(_flat(a), *outputs, *targets)
+                _deliver(results, targets)
+            else:
+                kernels.forward(_flat(a), *outputs, correct.view(-1) if a.accuracy else None)
             if a.reduction != "none":
                 torch.sum(losses.view(-1), 0, out=loss)
             if a.reduction == "mean":
                 loss /= weight_of_targets(a)
             if a.z_loss_weight:
                 loss += reduced_z_loss(a, split_lse)
-        return loss, split_lse, product, correct
+        return loss, split_lse, product, *gradients, correct
 
     def backward(
         a: Any,
@@ -74,20 +81,32 @@ def backend(
             (grad,), (split_lse, _) = grads, saved
             if grad is None or a.target.numel() == 0:
                 return [None if r is None else r.zero_() for r in results]
-            g, p_factor = row_factors(a, grad, split_lse, torch.float32)
-            dx, d_weight, d_bias = results
-            rows = None if dx is None else a.x.new_empty(g.numel(), a.x.shape[-1])
-            sums = (
-                None if d_weight is None else torch.empty(d_weight.shape, device=d_weight.device),
-                None if d_bias is None else torch.zeros(d_bias.shape, device=d_bias.device),
-            )
-            load().backward(_flat(a), g, p_factor, split_lse.reshape(2, -1), rows, *sums)
-            for result, found in zip(results, (rows, *sums)):
-                if result is not None and found is not None:
-                    result.copy_(found.view(result.shape))
+            factors = row_factors(a, *upstream(a, grad, torch.float32), split_lse)
+            targets = _targets(results)
+            load().backward(_flat(a), *factors, split_lse.reshape(2, -1), *targets)
+            _deliver(results, targets)
         return results
 
     return Backend(name, forward, backward, why_not, extra_bytes, recorded=recorded)
+
+
+def _targets(results: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the kernels' dx (rows, d), d_weight and float32 d_bias; the results if they fit."""
+    matrices = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in results[:2]]
+    d_bias = results[2]
+    return [
+        *(t if t is None else t.view(-1, t.shape[-1]) for t in matrices),
+        None if d_bias is None else torch.zeros(d_bias.shape, device=d_bias.device),
+    ]
+
+
+def _deliver(
+    results: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
+) -> None:
+    """Copy the kernels' gradients to the results that did not fit."""
+    for result, found in zip(results, targets):
+        if result is not None and found is not None and found.data_ptr() != result.data_ptr():
+            result.copy_(found.view(result.shape))
 
 
 def _flat(a: Any) -> Any:
