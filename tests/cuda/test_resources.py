@@ -277,7 +277,7 @@ def test_faults_are_detected(resources: ModuleType) -> None:
     assert resources.faults({product: used | {"warpgroup_products": 4, "wide": 16}}) == []
     for wrong in ({"warpgroup_products": 0, "wide": 16}, {"warpgroup_products": 4}):
         assert "products of warpgroups" in resources.faults({product: used | wrong})[0]
-    no_matrix = product.replace("Linear>", "RowPartials<false> >")
+    no_matrix = product.replace("Linear>", "RowPartials<false, false> >")
     assert resources.faults({no_matrix: used | {"warpgroup_products": 4, "wide": 0}}) == []
     assert (
         resources.compare(

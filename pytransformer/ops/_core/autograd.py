@@ -131,9 +131,6 @@ def vmap_by_loop(raw: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
     return rule
 
 
-# returns true if the running backward keeps what forward saved (retain_graph), and outside of one
-_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
 _Gradients = Callable[..., Sequence[torch.Tensor | None]]
 
 
@@ -252,9 +249,7 @@ def make_functions(
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            last = op.overwrites_saved and not _keeps_graph()
-            run = op.last_backward if last else op.backward
-            return first_order(ctx, grads, run, num_tensors + 1)
+            return first_order(ctx, grads, op.direct_backward, num_tensors + 1)
 
     # Without a gradient, torch.compile infers from the number of parameters that forward takes no
     # ctx.

@@ -79,6 +79,8 @@ from .registry import (
 from .tensors import check_storage, empty_in_order, is_sharded, looks_at_values
 
 LIBRARY = Library("pytransformer", "DEF")
+# returns true if the running backward keeps what forward saved (retain_graph), and outside of one
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _thread = threading.local()  # a forward op runs in its caller's thread
 Flops = Callable[[Any], int]
 ShardedRun = Callable[["Op", Any, str | None, bool], tuple[torch.Tensor, ...]]
@@ -321,14 +323,15 @@ class Op:
         watched = torch.compiler.is_compiling() or not unwatched(args[len(self.grad_names)], args)
         return self.bwd(*args) if watched else self.run_backward(*args)
 
-    def last_backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
-        """Run backward when autograd frees the saved tensors after it.
+    def direct_backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
+        """Run ``backward`` in an eager node, which may overwrite saved tensors if they are freed.
 
-        Backward may overwrite and return them, unless something observes the call: the raw op's
-        results share no memory with its arguments.
+        It may not if something observes the call: the raw op's results share no memory with its
+        arguments.
         """
-        if not unwatched(args[len(self.grad_names)], args):
-            return self.bwd(*args)
+        last = self.overwrites_saved and not _keeps_graph()
+        if not (last and unwatched(args[len(self.grad_names)], args)):
+            return self.backward(*args)
         _thread.last_backward = True
         try:
             return self.run_backward(*args)
