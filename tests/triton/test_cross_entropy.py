@@ -120,13 +120,13 @@ MUTANTS = {
         "(x * share[part, None])",
     ),
     "upstream_missing_in_dx": ("bwd.py", "(g[part] / kind.SCALE)", "(g[:1] / kind.SCALE)"),
-    "upstream_missing_in_dweight": ("bwd.py", "d_weight *= most", "d_weight *= 1.0"),
+    "upstream_missing_in_dweight": ("bwd.py", "mul(total, most", "mul(total, 1.0"),
     "upstream_missing_in_dbias": (
         "bwd.py",
         "b_dz * tl.load(G + i, mask=i < p.rows, other=0.0)[:, None]",
         "b_dz",
     ),
-    "last_chunk_alone": ("bwd.py", "d_weight[some] += ", "d_weight[some] = "),
+    "last_chunk_alone": ("bwd.py", "total[some] += ", "total[some] = "),
     "bias_of_the_last_chunk_alone": (
         "bwd.py",
         "tl.load(DBIAS + j, mask=j < classes, other=0.0) + ",
@@ -150,7 +150,7 @@ MUTANTS = {
         "b_w *= 1.0 + 0.0 * tl.load(CLASS_WEIGHT + j",
     ),
     "argmax_within_its_block": ("fwd.py", "t * C.BN + tl.argmax(", "tl.argmax("),
-    "half_scale_left_in": ("bwd.py", "d_weight *= most / kind.SCALE", "d_weight *= most"),
+    "half_scale_left_in": ("bwd.py", "most / kind.SCALE, out", "most, out"),
 }
 
 
