@@ -7,7 +7,7 @@ GEMMs compute dx and add to dweight::
 
     d_logits = (p_factor p - g q) (1 - tanh²)  in x's dtype; p_factor is g and tanh 0 if no option
     dx = d_logits weight;  dweight += d_logitsᵀ x
-    dbias = sum over rows of d_logits, unrounded
+    dbias = sum over rows of d_logits, before it is rounded
 
 If forward computes the gradients, its GEMM also writes exp(z - maximum of 128 classes) of a chunk,
 in bfloat16. A pass over them in place multiplies each row by p_factor exp(maximum - m - l) and
