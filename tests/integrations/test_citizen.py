@@ -98,9 +98,10 @@ def test_checkpoint_replay_repeats_the_dropout_mask(
     with trace() as ran:
         replayed, replayed_grads = step()
     assert sum(op == "attention_fwd" for op, _ in ran) == 2 * family.attentions
-    assert torch.equal(replayed, logits)
-    assert distance(replayed_grads, grads) < LIMIT  # a replay may sum in another order
-    assert not torch.equal(run(model, family, inputs)[0], logits), "there was no dropout to replay"
+    # Forward without gradient and a replay may sum in other orders; another mask is far away.
+    assert distance(replayed, logits) < LIMIT and distance(replayed_grads, grads) < LIMIT
+    other = run(model, family, inputs)[0]
+    assert distance(other, logits) > 100 * LIMIT, "there was no dropout to replay"
 
 
 @pytest.mark.unpoisoned

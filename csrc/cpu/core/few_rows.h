@@ -159,10 +159,12 @@ class FewRows {
 template <class T, int PRODUCTS, class Epilogue, class Visit>
 void visit_product(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K,
                    int threads, const Epilogue& epilogue, const Visit& visit) {
-  if (RowsInLanes<T, PRODUCTS>::pays(products, M, K))
-    visit(RowsInLanes<T, PRODUCTS>(products, M, N, K, threads), epilogue);
-  else if (FewRows<T, PRODUCTS>::pays(products, M))
+  // Rows in lanes would take 0.7 of the time from 5 rows on, but up to 8 rows keep the bits that
+  // they have alone, as in decoding.
+  if (FewRows<T, PRODUCTS>::pays(products, M))
     visit(FewRows<T, PRODUCTS>(products, M, N, K, threads), epilogue);
+  else if (RowsInLanes<T, PRODUCTS>::pays(products, M, K))
+    visit(RowsInLanes<T, PRODUCTS>(products, M, N, K, threads), epilogue);
   else visit(Matmul<T, PRODUCTS, false>(products, M, N, K, threads), epilogue);
 }
 

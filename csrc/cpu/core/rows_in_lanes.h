@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// float32 gemms with 5 to 40 rows of A on 256-bit vectors, as for a search query. B, the weights,
+// float32 gemms with 9 to 40 rows of A on 256-bit vectors, as for a search query. B, the weights,
 // is read once from memory, in place.
 //
 // Matmul puts rows of A into the lanes of panels: 12 rows fill 12 of 16 lanes, 20 rows 20 of 32.
@@ -28,12 +28,11 @@ class RowsInLanes {
 
  public:
   static bool pays(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t K) {
-    // Up to 4 rows, FewRows is limited by memory. Above 12 rows in its last panel, Matmul fills its
-    // lanes, and above 40 rows the last panel hardly counts (Zen 3). A must remain in L2, because
-    // all of it is read per column.
+    // Above 12 rows in its last panel, Matmul fills its lanes, and above 40 rows the last panel
+    // hardly counts (Zen 3). A must remain in L2, because all of it is read per column.
     const int64_t last = M % kPanel<T>;
-    const bool faster = M > 4 && M <= 40 && last >= 1 && last <= 12 &&
-                        M * K * int64_t(sizeof(acc)) <= cached_bytes();
+    const bool faster =
+        M <= 40 && last >= 1 && last <= 12 && M * K * int64_t(sizeof(acc)) <= cached_bytes();
     if (!kSupported || !faster || K % 2) return false;
     for (const Product<T>& p : products)
       if (p.a.along_k || p.b.along_k || p.b.live || p.a.stride % 2) return false;

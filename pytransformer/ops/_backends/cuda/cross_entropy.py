@@ -82,13 +82,16 @@ def early_flops() -> int:
     return EARLY_FLOPS_EMULATED if cuda_library.emulating() else EARLY_FLOPS
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs_on(device_type: str, index: int | None) -> bool:
     """Return true if the kernels run on the device, which torch.compile evaluates once."""
     device = torch.device(device_type if index is None else f"{device_type}:{index}")
     return cuda_library.why_not("cross_entropy_fwd", device) is None and cuda_library.runs_sm90a(
         device
     )
+
+
+# Same as torch.compiler.assume_constant_result, which imports the compiler.
+runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _forward(
