@@ -285,7 +285,7 @@ int main(int argc, char** argv) {
     run(kernel, 1, threads, smem, in.as<const uint32_t>(), out.as<uint32_t>());
     out.print(name);
   };
-  simple("arithmetic", conformance::arithmetic, 256, 0, Buffer(random_floats(768)), 9 * 256);
+  simple("arithmetic", conformance::arithmetic, 256, 0, Buffer(random_floats(768)), 10 * 256);
   simple("memory", conformance::memory, 128, 3584, Buffer(random_words(512)), 2432);
   simple("meetings", conformance::meetings, 64, 256, Buffer(random_words(64)), 512);
   simple("cp_async", conformance::async_copies, 128, 4096, Buffer(random_words(1024)), 1024);

@@ -21,7 +21,7 @@ using namespace pt;
 
 PT_DEVICE int thread() { return int(threadIdx.x); }
 
-// Nine results for each of 256 threads, from three random floats each.
+// Ten results for each of 256 threads, from three random floats each.
 __global__ void arithmetic(const uint32_t* in, uint32_t* out) {
   const float a = ptx::bits_float(in[3 * thread()]), b = ptx::bits_float(in[3 * thread() + 1]),
               c = ptx::bits_float(in[3 * thread() + 2]);
@@ -35,8 +35,9 @@ __global__ void arithmetic(const uint32_t* in, uint32_t* out) {
                               ptx::float_bits(ptx::widen(ptx::bf16{low})),
                               ptx::float_bits(ptx::widen(ptx::f16{low})),
                               ptx::float_bits(ptx::widen(ptx::f16{uint16_t(finite)})),
-                              ptx::float_bits(ptx::widen(ptx::f16{uint16_t(finite >> 16)}))};
-  for (int i = 0; i < 9; ++i) out[9 * thread() + i] = results[i];
+                              ptx::float_bits(ptx::widen(ptx::f16{uint16_t(finite >> 16)})),
+                              ptx::prmt<0x81b2>(in[3 * thread()])};
+  for (int i = 0; i < 10; ++i) out[10 * thread() + i] = results[i];
 }
 
 // ex2, lg2 and rcp are approximate: compared with a tolerance, for equal x. x in [-140, 140) from

@@ -129,9 +129,9 @@ LOOPS = {
     # S of the next tile, P V, and at least 32 exponentials before the wait for P V
     r"sm90_attention_fwd_kernel<": (r"64x\d+ 64x\d+r WAIT1 EX2\*(?:3[2-9]|[4-9]\d|1\d\d) ", 1),
     # S, dS K of the previous tile, dP, P dO, dS Q; tiles with and without bounds
-    r"sm90_attention_bwd_fused_kernel<\w+, Fused<64": (re.escape(_FUSED_64), 2),
+    r"sm90_attention_bwd_fused_kernel<\w+, Fused(?:Bits)?<64": (re.escape(_FUSED_64), 2),
     # S, dP, P dO, dS Q, dS K
-    r"sm90_attention_bwd_fused_kernel<\w+, Fused<128": (re.escape(_FUSED_128), 1),
+    r"sm90_attention_bwd_fused_kernel<\w+, Fused(?:Bits)?<128": (re.escape(_FUSED_128), 1),
 }
 
 

@@ -154,7 +154,7 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("bwd_dkdv", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
         ("bwd_dq", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
         ("bwd_fused", {"padded": True}, None),
-        ("bwd_fused", {"padded": True, "left_window": True}, "padding with a left window"),
+        ("bwd_fused", {"padded": True, "left_window": True}, None),
         (
             "bwd_dkdv",
             {"padded": True, "left_window": True, "head_dim": 136, "bounds_only": False},
@@ -182,7 +182,11 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("bwd_fused", {"even": False, "key_heads": 4}, None),
         ("bwd_fused", {"head_dim": 64, "value_dim": 64, "dtype": "float16"}, None),
         ("bwd_fused", {"bounds_only": False}, "only in the two passes"),
-        ("bwd_fused", {"elementwise_mask": True}, "only in the two passes"),
+        ("bwd_fused", {"elementwise_mask": True}, None),
+        ("bwd_fused", {"elementwise_mask": True, "num_keys": 100, "deterministic": True}, None),
+        ("bwd_fused", {"elementwise_mask": True, "bounds_only": False}, "only in the two passes"),
+        ("bwd_fused", {"elementwise_mask": True, "num_queries": 2**18}, "more than 256 MB of bits"),
+        ("bwd_fused", {"elementwise_mask": True, "head_dim": 136}, "no room for the sums"),
         ("bwd_dkdv", {"head_dim": 192}, None),
         ("bwd_fused", {"head_dim": 64}, None),
         ("bwd_fused", {"head_dim": 64, "value_dim": 192}, "no room for the sums"),
@@ -227,7 +231,18 @@ def test_blocks_accumulate_d_query_per_tile() -> None:
     assert (
         sm90_plan("bwd_fused")["section"] == 1
         and sm90_plan("bwd_fused", deterministic=True)["section"] == 16
+        and sm90_plan("bwd_fused", elementwise_mask=True)["section"] == 16
     )
+    # To head size 128 the two passes have elementwise masks beside score_mod alone.
+    for direction, head_dim, score_mod in (
+        ("bwd_fused", 128, False),
+        ("bwd_dq", 128, True),
+        ("bwd_dkdv", 128, True),
+        ("bwd_dq", 256, False),
+        ("bwd_dkdv", 256, False),
+    ):
+        found = sm90_plan(direction, elementwise_mask=True, head_dim=head_dim)
+        assert found["elementwise_mask"] and found["has_score_mod"] == score_mod
 
 
 @needs_bindings

@@ -32,7 +32,7 @@ SECONDS = 30  # seconds per program
 APPROXIMATE = {"approximate": (2.0**-21, 2.0**-21)}
 FLOATS = {
     "arithmetic": (0, 1, 2, 5, 6, 7, 8)
-}  # the float32 columns of 9; a NaN's bits are undefined
+}  # the float32 columns of 10; a NaN's bits are undefined
 
 
 def build(capability: tuple[int, int]) -> Path:
@@ -135,12 +135,12 @@ def test_comparison_detects_differences() -> None:
     nan, one = 0x7FC00000, 0x3F800000
     ours = {
         "memory": torch.tensor([1, 2]),
-        "arithmetic": torch.full((9,), nan),
+        "arithmetic": torch.full((10,), nan),
         "approximate": torch.tensor([one, one]),
     }
     same = {
         **ours,
-        "arithmetic": ours["arithmetic"] + (torch.arange(9) == 0) * 2**31,
+        "arithmetic": ours["arithmetic"] + (torch.arange(10) == 0) * 2**31,
         "approximate": torch.tensor([one, one + 1]),
     }
     assert differences(ours, same) == []

@@ -55,6 +55,18 @@ IN_ORDER = (
         lambda n: {"attn_mask": padding(1030, (300, 1000), (0, 1030), (0, 0),
             holes=n(3, 1, 1, 1030))},
     ),
+    # Bits in lane order, with any number of keys.
+    Problem(
+        "mask and dropout in order", BF16, (2, 4, 2, 200, 300, 128, 128),
+        lambda n: {"attn_mask": n(1, 4, 200, 300) > -0.5, "causal": "bottom_right",
+            "dropout_p": 0.2, "dropout_seed": 9},
+    ),
+    Problem(
+        "mask and segments in order", F16, (1, 2, 1, 300, 420, 64, 64),
+        lambda n: {"attn_mask": n(1, 2, 300, 420) > -0.5, "window": (None, 250),
+            "query_segments": torch.arange(300)[None] // 110,
+            "key_segments": torch.arange(420)[None] // 150},
+    ),
 )  # fmt: skip
 
 

@@ -275,7 +275,7 @@ def test_memory_operations_and_shuffles(answers: Answers) -> None:
 def test_arithmetic_and_conversions(answers: Answers) -> None:
     inputs, results = (
         floats(answers["in:arithmetic"]).view(256, 3),
-        answers["arithmetic"].view(256, 9),
+        answers["arithmetic"].view(256, 10),
     )
     a, b, c = inputs.unbind(1)
     exact = [a.double().sqrt().float(), (a.double() / b.double()).float()]
@@ -299,6 +299,11 @@ def test_arithmetic_and_conversions(answers: Answers) -> None:
         torch.testing.assert_close(
             floats(results[:, i]), low.view(dtype).float(), rtol=0, atol=0, equal_nan=True
         )
+    # prmt with selector 0x81b2: bytes 2 and 1, and the signs of bytes 3 and 0
+    given, permuted = (t.contiguous().view(torch.uint8).view(256, 4) for t in (a, results[:, 9]))
+    signs = given.view(torch.int8) >> 7
+    assert torch.equal(permuted[:, [0, 2]], given[:, [2, 1]])
+    assert torch.equal(permuted[:, [1, 3]].view(torch.int8), signs[:, [3, 0]])
 
 
 def test_atomics_and_reductions(answers: Answers) -> None:

@@ -108,11 +108,8 @@ FAULTS = (
     TextFault(
         "flags_for_half_a_tile_backward",
         "cuda/attention/plan.h",
-        "padding_gaps))\n"
-        "    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};",
-        "padding_gaps))\n"
-        "    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 :"
-        " plan.sm90.tile.rows(), plan.sm90.order.tiles};",
+        "plan.fused_dkdv = {nullptr, plan",
+        "plan.fused_dkdv = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 : plan",
         "sm90_problems",
         "sm90",
         "one hidden key",
@@ -133,7 +130,7 @@ FAULTS = (
         "<< (PT_FAULT(dropout_bits_of_the_upper_row) ? 0 : 2 * half);",
         "sm90_problems",
         "sm90",
-        "dropout",
+        "softcap, dropout",
     ),
     TextFault(
         "rows_of_a_group_of_its_first_head",
@@ -244,13 +241,13 @@ FAULTS = (
         "wide, causal",
     ),
     TextFault(
-        "d_key_from_the_gradients_of_outputs",
-        "cuda/attention/sm90/bwd_dkdv.cuh",
-        "v, d_out, q);",
-        "v, d_out, PT_FAULT(d_key_from_the_gradients_of_outputs) ? d_out : q);",
+        "keys_of_neighboring_lanes_swapped",
+        "cuda/attention/mask.cuh",
+        "first = upper ? ",
+        "first = upper != PT_FAULT(keys_of_neighboring_lanes_swapped) ? ",
         "sm90_problems",
         "sm90",
-        "wide",
+        "mask",
     ),
     TextFault(
         "sums_of_rows_behind_the_last_query",
@@ -277,16 +274,16 @@ FAULTS = (
         "int half = PT_FAULT(bits_of_other_columns_backward) ? 0 : w %",
         "sm90_problems",
         "sm90",
-        "mask",
+        "wide, mask",
     ),
     TextFault(
-        "distances_of_the_first_consumer",
-        "cuda/attention/sm90/bwd_dq.cuh",
-        "own_row(0) % 64",
-        "(PT_FAULT(distances_of_the_first_consumer) ? own_row(0) : own_row(0) % 64)",
+        "dropout_left_out_of_dp",
+        "cuda/attention/sm90/bwd_fused.cuh",
+        "clear_elements(dp",
+        "if (!PT_FAULT(dropout_left_out_of_dp)) clear_elements(dp",
         "sm90_problems",
         "sm90",
-        "ALiBi",
+        "dropout",
     ),
     TextFault(
         "rows_of_another_warp",

@@ -513,6 +513,33 @@ void pack_pair_bits(AttentionBinding& e, bool by_queries, bool by_keys, bool dro
   if (dropout && p.draws_once()) make(f, p.keep_bits, true, true);
 }
 
+// Pack the boolean mask, segments and dropout in lane order for the fused backward.
+void pack_lane_bits(AttentionBinding& e, const Tensor& like, void* stream) {
+  AttentionProblem& p = e.p;
+  const auto make = [&](AttentionPairBits f, PairBits::Rows& rows, const char* name) {
+    const int64_t of_head = PairBits::lane_words(p.num_queries, p.num_keys);
+    f.num_queries = p.num_queries, f.num_keys = p.num_keys;
+    f.lanes = e.words_like(like, name, f.sequences * f.heads * of_head);
+    rows = {f.lanes, f.sequences > 1 ? f.heads * of_head : 0, f.heads > 1 ? of_head : 0,
+            int64_t(PairBits::units(p.num_queries)) * PairBits::kUnitWords};
+    attention_pair_bits(f, stream);
+  };
+  if (p.mask.data || p.query_segments) {
+    AttentionPairBits f{};
+    f.mask = p.mask, f.query_segments = p.query_segments, f.key_segments = p.key_segments;
+    f.sequences = p.query_segments || p.mask.batch ? p.sequences : 1;
+    f.heads = p.mask.head ? p.heads : 1;
+    make(f, p.mask_bits.lanes, "visible pairs");
+  }
+  if (p.drop_threshold) {
+    AttentionPairBits f{};
+    f.dropout = {p.seed,       p.drop_threshold,        p.batch_start,
+                 p.head_start, uint32_t(p.query_start), uint32_t(p.key_start / 32)};
+    f.sequences = p.sequences, f.heads = p.heads;
+    make(f, p.keep_bits.lanes, "kept pairs");
+  }
+}
+
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out,
                    Tensor lse PT_CUDA_ATTENTION_ARGUMENTS(PT_PARAMETER), int64_t device,
                    int64_t stream_) {
@@ -568,6 +595,8 @@ const float* recompute_row_stats(AttentionBinding& e, const AttentionPreprocess&
 void run_passes(AttentionBinding& e, AttentionBackward& g, const BackwardPlan& plan,
                 const Tensor& lse, void* stream) {
   if (plan.is_fused()) {
+    g.recompute = e.flags_like(lse, plan.fused_dkdv, int(e.key_heads()));
+    g.dq_recompute = e.flags_like(lse, plan.fused_dq, e.p.heads);
     g.dq_accum = plan.turns ? e.floats_like(lse, "dq_accum", plan.dq_accum)
                             : e.zeros_like(lse, "dq_accum", plan.dq_accum);
     attention_backward_fused(
@@ -637,6 +666,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   const BackwardPlan plan = plan_attention_backward(request, current_gpu());
   list_blocks(e, plan.walks_keys(request), plan.walks_queries(request), lse, stream);
   pack_pair_bits(e, plan.asks_queries(request), plan.asks_keys(request), true, lse, stream);
+  if (plan.is_fused() && plan.fused.elementwise_mask) pack_lane_bits(e, lse, stream);
   g.p = e.p;
   if (e.p.split_lse()) g.log2_sum = recompute_row_stats(e, r, lse, stream);
   if (dsinks) {

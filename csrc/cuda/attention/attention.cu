@@ -112,7 +112,14 @@ void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& pl
   AttentionBackward with_tiles = g;
   with_tiles.dq_accum_tiles = plan.dq_accum_tiles;
   with_half(g.p, [&](auto t) {
-    sm90_attention_bwd_fused_as<decltype(t)>(with_tiles, plan.fused, turns, stream);
+    using T = decltype(t);
+    sm90_attention_bwd_fused_as<T>(with_tiles, plan.fused, turns, stream);
+    AttentionBackward portable = g;
+    if (g.recompute.flags && (g.dk.data || g.dv.data))
+      sm80_attention_bwd_dkdv_as<T>(portable, plan.dkdv.sm80, stream);
+    portable.recompute = g.dq_recompute;
+    if (g.dq_recompute.flags && g.dq.data)
+      sm80_attention_bwd_dq_as<T>(portable, plan.dq.sm80, stream);
   });
 }
 

@@ -436,27 +436,81 @@ PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query
   return visible;
 }
 
+// Return the bits of the 32 keys from `key` on that share the segment of query i of sequence b.
+PT_DEVICE uint32_t same_segment(const AttentionPairBits& f, int b, int i, int key) {
+  const int64_t segment = load_i64(f.query_segments + int64_t(b) * f.num_queries + i);
+  const int64_t* const keys = f.key_segments + int64_t(b) * f.num_keys;
+  uint32_t same = 0;
+  PT_NO_UNROLL
+  for (int c = 0; c < 32; c += 8) {
+    PT_UNROLL
+    for (int e = 0; e < 8; ++e)
+      same |= uint32_t(load_i64(keys + min(key + c + e, f.num_keys - 1)) == segment) << (c + e);
+  }
+  return same;
+}
+
+// Return word `word` of query i.
+PT_DEVICE uint32_t word_of_query(const AttentionPairBits& f, int b, int h, int i, int word) {
+  if (i >= f.num_queries) return 0;
+  if (f.dropout.threshold)
+    return kept_keys(f.dropout, b, h, i, f.dropout.first_group + uint32_t(word),
+                     ptx::ld_global_u64(f.dropout.seed));
+  const uint8_t* const query = static_cast<const uint8_t*>(f.mask.data) + b * f.mask.batch +
+                               h * f.mask.head + i * f.mask.query;
+  const int key = 32 * word - f.before;
+  return (f.mask.data ? visible_keys(f, query, key) : kAllColumns) &
+         (f.query_segments ? same_segment(f, b, i, key) : kAllColumns);
+}
+
+// Transpose 8 x 8 bits: bit j of byte i becomes bit i of byte j (Warren, "Hacker's Delight", 7-3).
+PT_DEVICE void transpose_bytes(uint32_t& low, uint32_t& high) {
+  const auto exchange = [](uint32_t& x, int d, uint32_t bits) {
+    const uint32_t differ = (x ^ x >> d) & bits;
+    x ^= differ ^ differ << d;
+  };
+  exchange(low, 7, 0x00aa00aau), exchange(high, 7, 0x00aa00aau);
+  exchange(low, 14, 0x0000ccccu), exchange(high, 14, 0x0000ccccu);
+  const uint32_t differ = (low ^ high << 4) & 0xf0f0f0f0u;
+  low ^= differ, high ^= differ >> 4;
+}
+
+// Pack a unit in lane order with one warp: a lane packs 32 keys of two queries, then has one key.
+// Two lanes share the words of keys 8 apart, and write two threads' words each.
+PT_DEVICE void make_lane_bits(const AttentionPairBits& f, int64_t n) {
+  const int of_head = f.down() * f.across(), tile = int(n % of_head), lane = lane_id();
+  const int64_t m = n / of_head;
+  const int b = int(m / f.heads), h = int(m % f.heads);
+  const int i = tile % f.down() * PairBits::kUnitQueries + lane, word = tile / f.down() * 4;
+  const bool upper = lane & 8;
+  uint32_t* const unit = f.lanes + n * PairBits::kUnitWords;
+  PT_NO_UNROLL  // short code, because a Philox call is long
+  for (int c = 0; c < 4; ++c) {
+    uint32_t low = transpose_bits(word_of_query(f, b, h, i, word + c)),
+             high = transpose_bits(word_of_query(f, b, h, i + 32, word + c));
+    transpose_bytes(low, high);
+    const uint32_t other = ptx::shfl_xor_u32(upper ? low : high, 8);
+    const uint32_t first = upper ? other : low, second = upper ? high : other;
+    const uint32_t even = (first & 0xffff) | second << 16,
+                   odd = first >> 16 | (second & 0xffff0000u);
+    const int key = 32 * c + lane;
+    ptx::st_global_u64(unit + key / 16 * 32 + key % 8 * 4 + (upper ? 2 : 0),
+                       uint64_t(odd) << 32 | even);
+  }
+}
+
 // Pack a warp's 32 queries and 128 keys: a lane packs a query, then one key of each 32.
 PT_DEVICE void make_pair_bits(const AttentionPairBits& f) {
   const int64_t n = int64_t(blockIdx.x) * (kMaskThreads / 32) + int(threadIdx.x) / 32;
   if (n >= f.tiles()) return;
+  if (f.lanes) return make_lane_bits(f, n);
   const int of_head = f.down() * f.across(), tile = int(n % of_head), lane = lane_id();
   const int64_t m = n / of_head;
   const int b = int(m / f.heads), h = int(m % f.heads);
   const int i0 = tile / f.across() * 32, word = tile % f.across() * 4, i = i0 + lane;
-  const bool here = i < f.num_queries;
-  ptx::Words4 bits{};
-  if (here && f.dropout.threshold) {
-    const uint64_t seed = ptx::ld_global_u64(f.dropout.seed);
-    PT_UNROLL
-    for (int c = 0; c < 4; ++c)
-      bits.w[c] = kept_keys(f.dropout, b, h, i, f.dropout.first_group + uint32_t(word + c), seed);
-  } else if (here) {
-    const uint8_t* const query = static_cast<const uint8_t*>(f.mask.data) + b * f.mask.batch +
-                                 h * f.mask.head + i * f.mask.query;
-    PT_UNROLL
-    for (int c = 0; c < 4; ++c) bits.w[c] = visible_keys(f, query, 32 * (word + c) - f.before);
-  }
+  ptx::Words4 bits;
+  PT_UNROLL
+  for (int c = 0; c < 4; ++c) bits.w[c] = word_of_query(f, b, h, i, word + c);
   if (f.queries && i < f.rows(false))
     ptx::st_global_v4(f.queries + (m * f.rows(false) + i) * f.words(false) + word, bits);
   if (!f.keys) return;

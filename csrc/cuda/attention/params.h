@@ -59,16 +59,28 @@ struct KeyPadding {
 // query, words of 32 keys, the first key in the lowest bit, from the start of KV tiles (key_origin)
 // on; per key, words of 32 queries. Rows are multiples of 16 bytes, padded with zero bits. Null if
 // no kernel reads them.
+//
+// In lane order, for the fused backward: per tile of 128 keys, units of 64 queries; per unit, one
+// word for each thread of two consumers, with the pairs of its accumulators. Byte e + 2 r has the
+// pairs of the thread's key r with queries 8 n + 2 (lane % 4) + e, in bits n from 0 to 7.
 struct PairBits {
   struct Rows {
     const uint32_t* data = nullptr;
     int64_t batch = 0, head = 0, row = 0;  // in words; 0 for a broadcast mask
   };
-  Rows queries, keys;
+  Rows queries, keys, lanes;  // a row of `lanes` is a KV tile
+  static constexpr int kUnitQueries = 64, kUnitKeys = 128, kUnitWords = 256;
 
   // Words after the last row: a tile that is not a multiple of 128 columns reads past a row.
   static constexpr int kSlack = 4;
   static constexpr int words(int columns) { return (columns + 127) / 128 * 4; }
+  // Units per KV tile: an even number, because a Q tile has one or two.
+  static constexpr int units(int num_queries) { return (num_queries + 127) / 128 * 2; }
+  // Words per head in lane order.
+  static constexpr int64_t lane_words(int num_queries, int num_keys) {
+    return int64_t((num_keys + kUnitKeys - 1) / kUnitKeys) * units(num_queries) * kUnitWords;
+  }
+  static constexpr int64_t kMaxBytes = int64_t(256) << 20;
 };
 
 // Lists, per block of queries (or keys), of the blocks of keys (or queries) with a visible pair.
@@ -166,7 +178,7 @@ struct AttentionProblem {
     const int64_t of_head = int64_t(num_queries) * PairBits::words(num_keys + int(key_start % 32)) +
                             int64_t(num_keys) * PairBits::words(num_queries);
     return drop_threshold && !cu_queries &&
-           int64_t(sequences) * heads * of_head * 4 <= int64_t(256) << 20;
+           int64_t(sequences) * heads * of_head * 4 <= PairBits::kMaxBytes;
   }
   // Only bounds (one key range per query) and padding gaps.
   constexpr bool bounds_only() const {
@@ -217,7 +229,8 @@ struct AttentionBackward {
   float* slope_partials;     // (B, Hq, Q tiles), or null
   float* diagonal_partials;  // (B, Hq, Q tiles, before + after + 1), zeros, or null
   // For d_query by query heads and Q tiles, for d_key and d_value by key heads and KV tiles.
-  Recompute recompute;
+  // Fused backward: for d_key and d_value; dq_recompute is for d_query.
+  Recompute recompute, dq_recompute;
 };
 
 // Packs KeyPadding of a mask, one thread block per distinct mask.
@@ -249,7 +262,7 @@ struct AttentionMaskLists {
 };
 
 // Packs PairBits of a dense boolean mask, or of dropout if it has a threshold; one warp packs 32
-// queries and 128 keys.
+// queries and 128 keys. In lane order, of a mask and segments, one warp packs a unit.
 struct AttentionPairBits {
   Dense mask;
   struct Dropout {
@@ -261,6 +274,8 @@ struct AttentionPairBits {
   int before;                                   // bits of the first word before the first key
   // (sequences, heads, queries or 1, words), and likewise keys; null: not requested
   uint32_t *queries, *keys;
+  uint32_t* lanes = nullptr;  // if set, the only result, and `before` is 0
+  const int64_t *query_segments = nullptr, *key_segments = nullptr;
 
   constexpr int rows(bool of_keys) const {
     const bool broadcast = !dropout.threshold && !(of_keys ? mask.key : mask.query);
@@ -269,8 +284,8 @@ struct AttentionPairBits {
   constexpr int words(bool of_keys) const {
     return PairBits::words(of_keys ? num_queries : num_keys + before);
   }
-  // per head: tiles of 32 queries, and of 128 keys
-  constexpr int down() const { return words(true); }
+  // per head: tiles of 32 queries, or units of 64; and tiles of 128 keys
+  constexpr int down() const { return lanes ? PairBits::units(num_queries) : words(true); }
   constexpr int across() const { return words(false) / 4; }
   constexpr int64_t tiles() const { return int64_t(sequences) * heads * down() * across(); }
   constexpr int64_t size(bool of_keys) const {

@@ -317,9 +317,9 @@ inline bool three_consumers_are_faster(const AttentionProblem& p, int multiproce
   return time(sm90_three_consumers(), 5) <= time(sm90_forward_tile(64), 6);
 }
 
-// Return true if kernels with an elementwise mask read dropout as bits, like the mask. On an H100,
-// backward of 2 x 16 heads of 64 columns and 2,048 keys then takes 0.57 ms including the bits, and
-// 0.85 with score_mod. Forward, which draws each pair once, takes 0.26 and 0.22.
+// Return true if forward's kernels with an elementwise mask read dropout as bits, like the mask.
+// Without a mask it draws each pair once: 0.22 ms in place of 0.26 including the bits (H100, 2 x 16
+// heads of 64 columns, 2,048 keys).
 inline bool dropout_as_mask(const AttentionProblem& p) {
   return p.draws_once() && !p.modifies_scores() && sm90_class(p) <= 128;
 }
@@ -369,7 +369,20 @@ inline bool copied(const Dense& d) {
   return d.type != DenseType::f64 && d.key == 1 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
 }
 
-inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int multiprocessors) {
+// Return true if boolean masks, segments and dropout, if any, can be bits in lane order. Broadcast
+// masks and segments take more memory as bits than as they are.
+inline bool fits_lane_bits(const AttentionProblem& p) {
+  const int64_t of_head = PairBits::lane_words(p.num_queries, p.num_keys) * 4,
+                heads = int64_t(p.query_segments || p.mask.batch ? p.sequences : 1) *
+                        (p.mask.head ? p.heads : 1);
+  return !p.modifies_scores() && sm90_class(p) <= 128 &&
+         (!(p.mask.data || p.query_segments) || heads * of_head <= PairBits::kMaxBytes) &&
+         (!p.drop_threshold || (p.draws_once() && p.key_start % 32 == 0));
+}
+
+// pair_bits: for the fused backward, which applies masks and dropout as bits.
+inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int multiprocessors,
+                                   bool pair_bits = false) {
   const AttentionProblem& p = g.p;
   const bool keys = pass == Pass::BwdDkdv;
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
@@ -384,7 +397,9 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
                 0,
                 {},
                 0};
-  if (dropout_as_mask(p)) plan.has_score_mod = false, plan.elementwise_mask = true;
+  if (pair_bits) plan.has_score_mod = plan.elementwise_mask = false;
+  // To head size 128 the fused kernel has masks alone; what it does not support is rare.
+  else if (plan.elementwise_mask && plan.head_class <= 128) plan.has_score_mod = true;
   const bool mask_adds = p.mask.data && p.mask.type != DenseType::boolean;
   if ((mask_adds && !copied(p.mask)) || (p.bias.data && !copied(p.bias)))
     plan.why_not =
@@ -412,25 +427,33 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   return plan;
 }
 
-// Fused backward, if all three gradients are requested. In order, a block waits for earlier blocks
-// of its head, so concurrent blocks belong to many heads. With fewer keys, reading and rounding the
-// sums of d_query takes longer than two gemms.
+// Fused backward. In order, a block waits for earlier blocks of its head, so concurrent blocks
+// belong to many heads. With fewer keys, reading and rounding the sums of d_query takes longer than
+// two gemms. With bits (elementwise_mask), it runs for any gradients and numbers of keys: to head
+// size 128 the two passes have no kernels for masks without score_mod.
 constexpr int kSm90OrderedKeys = 1024;
 inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, bool in_order, int multiprocessors) {
   const AttentionProblem& p = g.p;
-  Sm90Plan plan = plan_sm90_backward(g, Pass::BwdDkdv, multiprocessors);
+  const bool pair_bits = fits_lane_bits(p) && (p.elementwise_mask() || p.drop_threshold ||
+                                               (p.key_padding.data && p.left < kUnbounded));
+  Sm90Plan plan = plan_sm90_backward(g, Pass::BwdDkdv, multiprocessors, pair_bits);
   if (!plan.why_not) plan.why_not = sm90_why_not(p, {&p.q}, {&g.dq});
   if (plan.has_score_mod || plan.elementwise_mask)
     plan.why_not =
-        "masks, biases, softcap, dropout and padding with a left window are only in the two passes";
+        "floating masks and biases, softcap, and more than 256 MB of bits are only in the two "
+        "passes";
+  plan.elementwise_mask = pair_bits;
   if (plan.head_class == 256) plan.why_not = "of wide heads the kernel has no room for the sums";
-  if (in_order && p.num_keys < kSm90OrderedKeys)
+  if (in_order && !pair_bits && p.num_keys < kSm90OrderedKeys)
     plan.why_not = "of few keys the two passes take less";
-  if (in_order && !plan.why_not) plan.order.section = section_of(p, plan.order.heads, 1);
+  if ((in_order || pair_bits) && !plan.why_not)
+    plan.order.section = section_of(p, plan.order.heads, 1);
   // persistent blocks have no registers for state across tiles
   plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;
-  plan.tile = sm90_fused_tile(plan.head_class), plan.smem_bytes = sm90_fused_smem(plan.tile);
-  if (!g.dq.data || !(g.dk.data || g.dv.data))
+  plan.tile = sm90_fused_tile(plan.head_class);
+  plan.smem_bytes = sm90_fused_smem(plan.tile, pair_bits);
+  const bool keys = g.dk.data || g.dv.data;
+  if (pair_bits ? !g.dq.data && !keys : !g.dq.data || !keys)
     plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";
   return plan;
 }
@@ -500,6 +523,7 @@ struct BackwardPlan {
   Sm90Plan fused;                            // why_not null: fused backward
   int64_t dq_accum = 0, dq_accum_tiles = 0;  // float32 values in dq_accum; tiles per head
   int64_t turns = 0;                         // words that order the additions; 0: any order
+  Recompute fused_dq, fused_dkdv;            // without flags; tiles 0: nothing is flagged
   PassPlan dq, dkdv, dbias[2];
   int partial_tiles = 0;  // Q tiles, each with partial sums for slopes and diagonals
 
@@ -571,7 +595,12 @@ inline BackwardPlan plan_attention_backward(const BackwardRequest& request, cons
   if (plan.is_fused()) {
     plan.dq_accum = sm90_dq_accum_size(g.p, plan.fused.head_class);
     plan.dq_accum_tiles = sm90_dq_accum_tiles(g.p, plan.fused.head_class);
-    if (request.deterministic) plan.turns = 1 + plan.dq_accum / (64 * 64);
+    const bool pair_bits = plan.fused.elementwise_mask;
+    if (request.deterministic || pair_bits) plan.turns = 1 + plan.dq_accum / (64 * 64);
+    if (pair_bits) {
+      plan.fused_dq = {nullptr, 64, (g.p.num_queries + 63) / 64};
+      plan.fused_dkdv = {nullptr, plan.fused.tile.rows(), plan.fused.order.tiles};
+    }
   }
   plan.dq = plan_backward_pass(g, Pass::BwdDq, request.diagonals, gpu);
   plan.dkdv = plan_backward_pass(g, Pass::BwdDkdv, false, gpu);

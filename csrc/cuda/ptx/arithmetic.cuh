@@ -109,6 +109,24 @@ PT_DEVICE uint32_t pack_f16_finite(float low, float high) {
 #endif
 }
 
+// "Data Movement and Conversion Instructions: prmt", of one word. Each nibble of the selector names
+// a byte of x, 0 to 3; 8 + the byte repeats its highest bit.
+template <uint32_t Selector>
+PT_DEVICE uint32_t prmt(uint32_t x) {
+#if defined(PT_EMULATE)
+  uint32_t y = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t nibble = Selector >> 4 * i & 15, byte = x >> 8 * (nibble & 3) & 255;
+    y |= (nibble < 8 ? byte : byte < 128 ? 0 : 255) << 8 * i;
+  }
+  return y;
+#else
+  uint32_t y;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(Selector));
+  return y;
+#endif
+}
+
 // "Data Movement and Conversion Instructions: cvt", exact.
 PT_DEVICE float widen(f16 x) {
 #if defined(PT_EMULATE)

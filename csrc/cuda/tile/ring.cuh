@@ -69,11 +69,11 @@ class Ring : public Buffers<Stages, Panels * Rows * 128> {
       Base::kBytes;
 
   // Called by the producer thread, one of the writers: wait for the buffer, then load rows [row,
-  // row + Rows) of a head.
-  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head,
-                      int batch PT_SITE) const {
+  // row + Rows) of a head. more: bytes of further copies that signal full(n).
+  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch,
+                      uint32_t more = 0 PT_SITE) const {
     producer_acquire(n PT_HERE);
-    producer_commit(n, kBytes PT_HERE);
+    producer_commit(n, kBytes + more PT_HERE);
     PT_UNROLL
     for (int p = 0; p < Panels; ++p) {
       const uint32_t panel = buffer(n) + p * kPanelBytes;

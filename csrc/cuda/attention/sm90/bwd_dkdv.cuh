@@ -8,6 +8,7 @@
 
 #include "cuda/attention/kernels.h"
 #include "cuda/attention/sm90/mask_loader.cuh"
+#include "cuda/attention/sm90/pair_bits.cuh"
 
 namespace pt::cuda {
 
@@ -22,8 +23,9 @@ struct Sm90BwdDkdvBlock {
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
   using RingQueries = Ring<kTile.stages + K::more_queries, BN, kTile.panels()>;
-  using MaskLoader =
-      std::conditional_t<K::elementwise_mask, BackwardMaskLoader<K, true>, NoBackwardMaskLoader>;
+  using MaskLoader = std::conditional_t<
+      K::pair_bits, PairBitLoader<K>,
+      std::conditional_t<K::elementwise_mask, BackwardMaskLoader<K, true>, NoBackwardMaskLoader>>;
 
   const Sm90Backward& args;
   RingOwn k, v;
@@ -123,7 +125,10 @@ struct Sm90BwdDkdvBlock {
       bool first = true;
       w.for_each_stream_iter(p, [&](int h, int t) {
         if (first) k.load(tile_iter, args.k, int(w.s.row_k) + w.j0, w.hk, batch);
-        q.load(stream_iter, args.q, int(w.s.row_q) + t * BN, h, batch);
+        uint32_t bits = 0;
+        if constexpr (K::pair_bits) bits = mask_loader.bytes(p);
+        q.load(stream_iter, args.q, int(w.s.row_q) + t * BN, h, batch, bits);
+        if constexpr (K::pair_bits) mask_loader.load(q, p, w.b, h, w.j0 / BM, t, stream_iter);
         if (first) v.load(tile_iter++, args.v, int(w.s.row_k) + w.j0, w.hk, batch);
         d_out.load(stream_iter++, args.d_out, int(w.s.row_q) + t * BN, h, batch);
         first = false;
@@ -182,14 +187,6 @@ struct Sm90BwdDkdvBlock {
     }
   }
 
-  // Apply dropout to dP and subtract delta. Without dropout, dP's accumulators start at -delta.
-  PT_DEVICE void take_dropout(float (&dp)[BN / 2], const Pairs<BN / 2>& keep_mask,
-                              int stream_iter) const {
-    drop(dp, keep_mask, args.g.p.keep_scale);
-    each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN,
-                  [](float& x, float delta) { x += delta; });
-  }
-
   PT_DEVICE void consume() const {
     const AttentionProblem& p = args.g.p;
     const float scale_log2 = p.scale * kLog2e;
@@ -209,7 +206,7 @@ struct Sm90BwdDkdvBlock {
       [[maybe_unused]] int h = w.hk * p.group;
       for (int stream_iters = w.range.count() * p.group; stream_iters > 0;
            --stream_iters, ++stream_iter) {
-        if ((K::has_score_mod || K::drops_by_bits) && t == first) ++h;
+        if (K::has_score_mod && t == first) ++h;
         t = t == first ? last - 1 : t - 1;
         if (clear) {
           const Range keep = once_more().rows_to_keep(p);
@@ -234,14 +231,13 @@ struct Sm90BwdDkdvBlock {
         };
         float s[BN / 2], dp[BN / 2];
         uint32_t weights[BN / 16][4], ds[BN / 16][4];
-        const bool drops = K::drops_by_bits && p.keep_bits.keys.data;
         k.consumer_wait(tile_iter);
         q.consumer_wait(stream_iter);
         // Initialize before S: written while S is in flight, these accumulators would make ptxas
         // wait for S first (C7517).
         if constexpr (!K::has_score_mod)
           each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [&](float& x, float delta) {
-            x = drops ? 0.0f : delta;
+            x = delta;
             ptx::fence_operand(x);
           });
         multiply_rows<T, D>(s, own(k), tile_iter, q, stream_iter, false);
@@ -310,36 +306,17 @@ struct Sm90BwdDkdvBlock {
           if (hides) keep_visible(dp, visible.opaque());
           pack_gradients<T>(ds, ds, dp);
         } else {
-          [[maybe_unused]] VisiblePairs<BN> visible;
-          if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
           ptx::wgmma_wait<1>();
           each_row_stat(s, own_row_stats(stream_iter), [&](float& x, float row_max) {
             x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max));
           });
-          if constexpr (!K::elementwise_mask) {
-            hide(s);
-          } else {
-            keep_visible(s, visible.opaque());
-          }
+          hide(s);
           pack_recomputed<T>(weights, s);
-          // Read the keep mask only here, where the scores' registers are free.
-          Pairs<BN / 2> keep_mask;
-          if (drops)
-            keep_mask = read_kept_pairs<BN / 2>(ScoreMod<true, false>(p, w.s, w.b, h),
-                                                place_again(w.j0, t * BN));
           ptx::wgmma_wait<0>();
-          if (drops) take_dropout(dp, keep_mask, stream_iter);
-          // Without this mask, dP of hidden pairs meets weights of zero; if not finite, it would
-          // set a flag.
-          if constexpr (K::elementwise_mask) {
-            if (cut) keep_visible(dp, visible.opaque());
-          } else {
-            hide(dp);
-          }
+          hide(dp);
           if constexpr (kWeightBits<T> != 0)
             each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
           pack_gradients<T>(ds, weights, dp);
-          if (drops) drop_packed(weights, keep_mask);
         }
         multiply_weights<T>(dv, weights, d_out, stream_iter);
         multiply_weights<T>(dk, ds, q, stream_iter);
@@ -373,7 +350,7 @@ struct Sm90BwdDkdvBlock {
       dv_factor[r] = nobody ? 0.0f : p.keep_scale * kWeightUnit<T>;
       index[r] = (!K::has_score_mod || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
-    if constexpr (K::elementwise_mask) {
+    if constexpr (K::elementwise_mask || K::pair_bits) {
       if ((keys && g.dk.data && not_finite(dk, dk_factor)) ||
           (values && g.dv.data && not_finite(dv, dv_factor)))
         flag_nonfinite(g.recompute, int64_t(w.b) * (p.heads / p.group) + w.hk,

@@ -349,9 +349,6 @@ struct Sm90BwdDqBlock {
           if constexpr (!K::elementwise_mask) hide(s, first);
           else keep_visible(s, visible.opaque());
           pack_recomputed<T>(weights, s);
-          if (K::drops_by_bits && p.keep_bits.queries.data)  // here the scores' registers are free
-            keep_mask = read_kept_pairs<BN / 2>(ScoreMod<false, false>(p, w.s, w.b, w.h),
-                                                place_again(w.i0, first));
         }
       };
       const auto differentiate = [&](int first) {
@@ -369,8 +366,6 @@ struct Sm90BwdDqBlock {
           }
           pack_weights<T>(weights, dp);
         } else {
-          const bool drops = K::drops_by_bits && p.keep_bits.queries.data;
-          if (drops) drop(dp, keep_mask, p.keep_scale);
           each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
           // Without this mask, dP of hidden pairs meets weights of zero; if not finite, it would
           // set a flag.

@@ -44,8 +44,8 @@ PT_DEVICE float* dq_accum(const AttentionBackward& g, int64_t number) {
 template <class T, class K>
 struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   using Dkdv = Sm90BwdDkdvBlock<T, K>;
-  using Dkdv::args, Dkdv::block_number, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::own_row_stats,
-      Dkdv::each_row_stat;
+  using Dkdv::args, Dkdv::block_number, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::mask_loader,
+      Dkdv::own_row_stats, Dkdv::each_row_stat;
   using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers;
   using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream,
       typename Dkdv::RingQueries;
@@ -114,7 +114,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   }
   PT_DEVICE void note_bounds(const Work& w) const {
     const AttentionProblem& p = args.g.p;
-    const Range own[2] = {w.bounds(p, w.j0 + own_row(0)), w.bounds(p, w.j0 + own_row(1))},
+    const Place at = place_again(w.j0, 0);
+    const Range own[2] = {w.bounds(p, at.row_of(0)), w.bounds(p, at.row_of(2))},
                 keep = w.rows_to_keep(p);
     const auto note = [](int x) { return ptx::bits_float(uint32_t(x)); };
     ptx::st_shared_v4_f32(notes_of_thread(), note(own[0].lo), note(own[0].hi), note(own[1].lo),
@@ -213,6 +214,21 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       }
     }
     pack_recomputed<T>(weights, s);
+    if constexpr (K::pair_bits)
+      if (args.g.p.mask_bits.lanes.data) {
+        uint32_t visible[Dkdv::MaskLoader::kWords];
+        mask_loader.read_visible(visible, stream_iter);
+        clear_packed(weights, visible);
+      }
+  }
+  // Apply dropout to P after its copy for dS.
+  PT_DEVICE void drop_weights(uint32_t (&weights)[BN / 16][4], int stream_iter) const {
+    if constexpr (K::pair_bits)
+      if (args.g.p.keep_bits.lanes.data) {
+        uint32_t kept[Dkdv::MaskLoader::kWords];
+        mask_loader.read_kept(kept, stream_iter);
+        clear_packed(weights, kept);
+      }
   }
   static PT_DEVICE void copy(uint32_t (&ds)[BN / 16][4], const uint32_t (&weights)[BN / 16][4]) {
     PT_UNROLL
@@ -225,8 +241,20 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   // Turn the copy of P into dS, start dS Q and store dS under it.
   PT_DEVICE void differentiate(float (&dk)[D / 2], uint32_t (&ds)[BN / 16][4], float (&dp)[BN / 2],
                                int stream_iter) const {
-    each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN,
-                  [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
+    const uint32_t deltas = own_row_stats(stream_iter) + 4 * BN;
+    if (K::pair_bits && args.g.p.keep_bits.lanes.data) {
+      if constexpr (K::pair_bits) {
+        uint32_t kept[Dkdv::MaskLoader::kWords];
+        mask_loader.read_kept(kept, stream_iter);
+        clear_elements(dp, kept);
+      }
+      const float keep_scale = args.g.p.keep_scale;
+      each_row_stat(dp, deltas, [&](float& x, float delta) {
+        x = ptx::fma_rn(x, keep_scale, delta) * kWeightUnit<T>;
+      });
+    } else {
+      each_row_stat(dp, deltas, [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
+    }
     // A zero unknown to the compiler, which would otherwise widen P to float32 early and use
     // registers.
     const int zero = noted(5).hi;
@@ -272,6 +300,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       hand_over(stream_iter - 1, part);
     }
     copy(ds, weights);
+    drop_weights(weights, stream_iter);
     multiply_weights<T>(dv, weights, d_out, stream_iter);
     ptx::wgmma_wait<1>();
     differentiate(dk, ds, dp, stream_iter);
@@ -296,6 +325,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     multiply_rows<T, D>(dp, own(v), 0, d_out, stream_iter, false);
     weigh(weights, s, stream_iter, t, partial);
     copy(ds, weights);
+    drop_weights(weights, stream_iter);
     multiply_weights<T>(dv, weights, d_out, stream_iter);
     ptx::wgmma_wait<1>();
     differentiate(dk, ds, dp, stream_iter);
@@ -359,13 +389,15 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
                        kPartsAt = kGradientsAt + RingGradients::kBufferBytes;
     constexpr uint32_t kNotesAt = kPartsAt + kConsumers * RingPart::kBufferBytes,
                        kRowStatsAt = kNotesAt + kSm90Notes;
-    constexpr uint32_t kBarriersAt =
+    constexpr uint32_t kBitsAt =
                            kRowStatsAt + (kTile.stages + K::more_queries) * Dkdv::kRowStatsBytes,
+                       kBarriersAt = kBitsAt + Dkdv::MaskLoader::kBytes,
                        kOwnBars = RingOwn::kBarrierBytes;
     constexpr uint32_t kPartBars =
         2 * kOwnBars + RingQueries::kBarrierBytes + RingStream::kBarrierBytes;
     constexpr uint32_t kTicketAt = kBarriersAt + kPartBars + kConsumers * RingPart::kBarrierBytes;
-    static_assert(kSm90Slack + kTicketAt + kSm90TicketBytes == sm90_fused_smem(kTile));
+    static_assert(kSm90Slack + kTicketAt + kSm90TicketBytes ==
+                  sm90_fused_smem(kTile, K::pair_bits));
     const uint32_t base = align_to_atom(ptx::dynamic_smem()), bars = base + kBarriersAt;
     const Dkdv dkdv{args,
                     RingOwn(base, bars),
@@ -373,7 +405,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
                     RingQueries(base + 2 * kOwn, bars + 2 * kOwnBars),
                     RingStream(base + kOutAt, bars + kPartBars - RingStream::kBarrierBytes),
                     base + kRowStatsAt,
-                    typename Dkdv::MaskLoader(0),
+                    typename Dkdv::MaskLoader(base + kBitsAt),
                     base + kTicketAt};
     run_block(Sm90FusedBlock{dkdv, RingGradients(base + kGradientsAt, 0), base + kPartsAt,
                              bars + kPartBars, base + kNotesAt, args.turns});
@@ -416,6 +448,8 @@ __global__ void __launch_bounds__(128)
     factor[r] = i >= s.num_q || s.keys_of(p, i).empty() ? 0.0f : p.scale;
     index[r] = i < written ? s.row_q + i : -1;
   }
+  if (g.dq_recompute.flags && not_finite(x, factor))
+    flag_nonfinite(g.dq_recompute, int64_t(b) * p.heads + h, i0);
   store_wide<T>(g.dq, b, h, x, factor, index);
 }
 
@@ -429,11 +463,13 @@ void sm90_attention_bwd_fused_as(const AttentionBackward& g, const Sm90Plan& pla
     using K = decltype(kind);
     launch(sm90_attention_bwd_fused_kernel<T, K>, dim3(unsigned(plan.blocks)), plan.tile.threads(),
            plan.smem_bytes, stream, args);
+    if (!g.dq.data) return;
     launch(sm90_convert_dq_kernel<T, K::head_dim>,
            dim3(attention_blocks(p.sequences, p.heads, (p.num_queries + 63) / 64)), 128, 0, stream,
            g);
   };
-  if (plan.head_class == 64) turns ? run(Fused<64, true>{}) : run(Fused<64, false>{});
+  if (plan.elementwise_mask) plan.head_class == 64 ? run(FusedBits<64>{}) : run(FusedBits<128>{});
+  else if (plan.head_class == 64) turns ? run(Fused<64, true>{}) : run(Fused<64, false>{});
   else turns ? run(Fused<128, true>{}) : run(Fused<128, false>{});
 }
 

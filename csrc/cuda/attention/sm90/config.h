@@ -55,8 +55,7 @@ constexpr Sm90Tile sm90_bwd_dkdv_tile(int head_dim, bool has_score_mod,
   if (head_dim == 256)
     return has_score_mod ? Sm90Tile{256, 48, 2, false, 2, 40, 232, 0, true}
                          : Sm90Tile{256, 64, 2, false, 2, 56, 224, 0, true};
-  if (elementwise_mask)
-    return {head_dim, head_dim == 64 ? 96 : has_score_mod ? 48 : 64, 2, false, 2, 56, 224};
+  if (elementwise_mask) return {head_dim, head_dim == 64 ? 96 : 48, 2, false, 2, 56, 224};
   return head_dim == 64 ? Sm90Tile{64, has_score_mod ? 96 : 128, 2, false, 2, 40, 232}
                         : Sm90Tile{128, has_score_mod ? 48 : 64, 2, false, 2, 40, 232};
 }
@@ -149,9 +148,8 @@ constexpr bool sm90_bwd_dq_fits(int head_dim, bool has_score_mod, bool elementwi
 static_assert(sm90_bwd_dq_fits(64, false) && sm90_bwd_dq_fits(64, true) &&
               sm90_bwd_dq_fits(128, false) && sm90_bwd_dq_fits(128, true));
 static_assert(sm90_bwd_dq_fits(256, false) && sm90_bwd_dq_fits(256, true));
-static_assert(sm90_bwd_dq_fits(64, false, true) && sm90_bwd_dq_fits(64, true, true) &&
+static_assert(sm90_bwd_dq_fits(64, true, true) && sm90_bwd_dq_fits(128, true, true) &&
               sm90_bwd_dq_fits(256, false, true));
-static_assert(sm90_bwd_dq_fits(128, false, true) && sm90_bwd_dq_fits(128, true, true));
 // Live: S, dP, P, dK, dV. With score_mod, S becomes two operands of its size. Split: S or dP, its
 // operand, dK or dV.
 constexpr bool sm90_bwd_dkdv_fits(int head_dim, bool has_score_mod, bool elementwise_mask = false) {
@@ -168,9 +166,8 @@ constexpr bool sm90_bwd_dkdv_fits(int head_dim, bool has_score_mod, bool element
 static_assert(sm90_bwd_dkdv_fits(64, false) && sm90_bwd_dkdv_fits(64, true) &&
               sm90_bwd_dkdv_fits(128, false) && sm90_bwd_dkdv_fits(128, true));
 static_assert(sm90_bwd_dkdv_fits(256, false) && sm90_bwd_dkdv_fits(256, true));
-static_assert(sm90_bwd_dkdv_fits(64, false, true) && sm90_bwd_dkdv_fits(64, true, true) &&
+static_assert(sm90_bwd_dkdv_fits(64, true, true) && sm90_bwd_dkdv_fits(128, true, true) &&
               sm90_bwd_dkdv_fits(256, false, true));
-static_assert(sm90_bwd_dkdv_fits(128, false, true) && sm90_bwd_dkdv_fits(128, true, true));
 
 // Gradient of a mask or bias: a block accumulates its queries and `kSm90DbiasSpan` KV tiles; Q and
 // dO also come in stages.
@@ -195,14 +192,14 @@ constexpr bool sm90_bwd_dbias_fits(int head_dim) {
 static_assert(sm90_bwd_dbias_fits(64) && sm90_bwd_dbias_fits(128) && sm90_bwd_dbias_fits(256));
 
 // Template argument of a kernel, which its name shows. HasScoreMod: softcap, ALiBi, T5 and dropout.
-// ElementwiseMask: boolean masks and segments. Both: floating-point masks and biases too. Neither:
-// bounds only.
+// ElementwiseMask: boolean masks and segments; in backward to head size 128 the fused kernel has
+// them. Both: floating-point masks and biases too. Neither: bounds only.
 template <int HeadDim, bool HasScoreMod, bool ElementwiseMask = false>
 struct Hopper {
   static constexpr int head_dim = HeadDim;
   static constexpr bool has_score_mod = HasScoreMod, elementwise_mask = ElementwiseMask,
                         bounds_only = !HasScoreMod && !ElementwiseMask;
-  // see dropout_as_mask in plan.h
+  // in forward; see dropout_as_mask in plan.h
   static constexpr bool drops_by_bits = ElementwiseMask && !HasScoreMod && HeadDim <= 128;
   static constexpr Sm90Tile forward_tile = sm90_forward_tile(HeadDim);
   static constexpr Sm90Tile bwd_dkdv_tile =
@@ -210,14 +207,15 @@ struct Hopper {
   // For bwd_dkdv: buffers of Q beyond the tile's stages, and the number of different first Q tiles
   // of blocks.
   static constexpr int more_queries = 0, spread = 1;
-  static constexpr bool in_order = false;  // blocks take numbers when they start
+  static constexpr bool in_order = false;   // blocks take numbers when they start
+  static constexpr bool pair_bits = false;  // the fused backward reads bits in lane order
 };
 
 struct ThreeConsumers : Hopper<64, false> {
   static constexpr Sm90Tile forward_tile = sm90_three_consumers();
 };
 
-// Fused backward: five gemms, with d_query added across blocks. Bounds only.
+// Fused backward: five gemms, with d_query added across blocks.
 constexpr Sm90Tile sm90_fused_tile(int head_dim) {
   Sm90Tile t = sm90_bwd_dkdv_tile(head_dim, false);
   t.stages = 2;  // dS uses the space of a third
@@ -231,17 +229,28 @@ struct Fused : Hopper<HeadDim, false> {
   static constexpr bool in_order = InOrder;
   static constexpr int spread = InOrder ? 1 : 16;
 };
+// With boolean masks, segments and dropout as bits. In order only.
+template <int HeadDim>
+struct FusedBits : Fused<HeadDim, true> {
+  static constexpr bool pair_bits = true;
+};
 constexpr uint32_t kSm90Notes = 256 * 48;  // of the consumers' threads
 constexpr uint32_t kSm90TicketBytes = 16;
-// Like bwd_dkdv, and: dS twice; 64 x 64 float32 values per consumer; notes; the block's number.
-constexpr uint32_t sm90_fused_smem(const Sm90Tile& t) {
+// A tile's visible mask or keep mask.
+constexpr uint32_t sm90_pair_bits_bytes(const Sm90Tile& t) {
+  return uint32_t(t.rows() * t.streamed / 8);
+}
+// Like bwd_dkdv, and: dS twice; 64 x 64 float32 values per consumer; notes; the block's number;
+// bits of both kinds.
+constexpr uint32_t sm90_fused_smem(const Sm90Tile& t, bool pair_bits) {
   const uint32_t part = 64 * 64 * 4 + kSm90BarrierBytes;
   return sm90_bwd_dkdv_smem(t) + kSm90Notes + kSm90TicketBytes +
-         uint32_t(2 * t.rows() * t.streamed * 2) + uint32_t(t.consumers) * part;
+         uint32_t(2 * t.rows() * t.streamed * 2) + uint32_t(t.consumers) * part +
+         (pair_bits ? uint32_t(2 * t.stages) * sm90_pair_bits_bytes(t) : 0);
 }
 // Live: dK, dV; S or dP; P and its copy, which becomes dS; d_query's part.
 constexpr bool sm90_fused_fits(const Sm90Tile& t) {
-  return sm90_fits(t, sm90_fused_smem(t), t.head_dim + t.streamed + 64 * 64 / 128) &&
+  return sm90_fits(t, sm90_fused_smem(t, true), t.head_dim + t.streamed + 64 * 64 / 128) &&
          t.streamed * t.head_dim == t.consumers * 64 * 64;
 }
 static_assert(sm90_fused_fits(sm90_fused_tile(64)) && sm90_fused_fits(sm90_fused_tile(128)));

@@ -328,15 +328,6 @@ PT_DEVICE void drop(float (&dp)[R], const Pairs<R>& given, float keep_scale) {
   PT_UNROLL
   for (int i = 0; i < R; ++i) dp[i] = keep_mask.has(i) ? dp[i] * keep_scale : 0.0f;
 }
-// Apply dropout to packed weights.
-template <int S>
-PT_DEVICE void drop_packed(uint32_t (&weights)[S][4], const Pairs<8 * S>& given) {
-  const Pairs<8 * S> keep_mask = given.packed_until_here();
-  PT_UNROLL
-  for (int i = 0; i < 4 * S; ++i)
-    weights[i / 4][i % 4] &=
-        (keep_mask.has(2 * i) ? 0xffffu : 0u) | (keep_mask.has(2 * i + 1) ? 0xffff0000u : 0u);
-}
 // Return the weight of a score of a row with this maximum.
 template <class T>
 PT_DEVICE float weight_of(float score, float row_max) {
@@ -425,8 +416,7 @@ template <class F>
 void with_backward_kind(const Sm90Plan& plan, F run) {
   const auto of_class = [&](auto columns) {
     constexpr int D = decltype(columns)::value;
-    if (plan.elementwise_mask)
-      plan.has_score_mod ? run(Hopper<D, true, true>{}) : run(Hopper<D, false, true>{});
+    if (plan.elementwise_mask) run(Hopper<D, true, true>{});
     else plan.has_score_mod ? run(Hopper<D, true, false>{}) : run(Hopper<D, false, false>{});
   };
   if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
