@@ -185,7 +185,7 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("bwd_fused", {"elementwise_mask": True}, None),
         ("bwd_fused", {"elementwise_mask": True, "num_keys": 100, "deterministic": True}, None),
         ("bwd_fused", {"elementwise_mask": True, "bounds_only": False}, "only in the two passes"),
-        ("bwd_fused", {"elementwise_mask": True, "num_queries": 2**18}, "more than 256 MB of bits"),
+        ("bwd_fused", {"elementwise_mask": True, "num_queries": 2**19}, "more than 256 MB of bits"),
         ("bwd_fused", {"elementwise_mask": True, "head_dim": 136}, "no room for the sums"),
         ("bwd_dkdv", {"head_dim": 192}, None),
         ("bwd_fused", {"head_dim": 64}, None),
