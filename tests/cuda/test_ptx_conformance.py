@@ -114,10 +114,10 @@ def differences(
             wrong = a != b
             for column in FLOATS.get(name, ()):
                 both = [
-                    t.view(-1, 9)[:, column].to(torch.uint32).view(torch.float32).isnan()
+                    t.view(-1, 10)[:, column].to(torch.uint32).view(torch.float32).isnan()
                     for t in (a, b)
                 ]
-                wrong.view(-1, 9)[:, column] &= ~(both[0] & both[1])
+                wrong.view(-1, 10)[:, column] &= ~(both[0] & both[1])
         if wrong.any():
             at = int(wrong.nonzero()[0])
             found.append(

@@ -300,7 +300,8 @@ def test_arithmetic_and_conversions(answers: Answers) -> None:
             floats(results[:, i]), low.view(dtype).float(), rtol=0, atol=0, equal_nan=True
         )
     # prmt with selector 0x81b2: bytes 2 and 1, and the signs of bytes 3 and 0
-    given, permuted = (t.contiguous().view(torch.uint8).view(256, 4) for t in (a, results[:, 9]))
+    bytes_of = lambda t: t.contiguous().view(torch.uint8).view(256, 4)
+    given, permuted = bytes_of(a), bytes_of(floats(results[:, 9]))
     signs = given.view(torch.int8) >> 7
     assert torch.equal(permuted[:, [0, 2]], given[:, [2, 1]])
     assert torch.equal(permuted[:, [1, 3]].view(torch.int8), signs[:, [3, 0]])
