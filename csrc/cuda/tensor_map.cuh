@@ -15,7 +15,7 @@
 namespace pt::cuda {
 
 constexpr int kMaxMapRank = 5;
-constexpr int kMapColumns = 64;  // box width: 128 bytes, the swizzle's row
+constexpr uint32_t kMapColumns = 64;  // usual box width: 128 bytes, the swizzle's row
 
 // A tensor of 16-bit elements, innermost dimension first. Strides are in elements; stride[0] is 1.
 struct MappedTensor {
@@ -43,9 +43,11 @@ inline const char* why_not_mapped(const MappedTensor& t) {
   return nullptr;
 }
 
-// Encode boxes of 64 elements by `rows` of dimension 1. In shared memory they are rows of 128
-// bytes, swizzled; elements outside the tensor are zero. Throws std::runtime_error.
-inline ptx::TensorMap tensor_map(const MappedTensor& t, uint32_t rows) {
+// Encode boxes of `columns` elements by `rows` of dimension 1. In shared memory rows of 128 bytes
+// are swizzled, shorter ones are not; elements outside the tensor are zero. Throws
+// std::runtime_error.
+inline ptx::TensorMap tensor_map(const MappedTensor& t, uint32_t rows,
+                                 uint32_t columns = kMapColumns) {
   if (rows == 0 || rows > kMaxBoxRows)
     throw std::runtime_error("no box of a tensor map has " + std::to_string(rows) + " rows");
   if (const char* reason = why_not_mapped(t))
@@ -54,14 +56,14 @@ inline ptx::TensorMap tensor_map(const MappedTensor& t, uint32_t rows) {
   uint32_t box[kMaxMapRank];
   for (int i = 0; i < t.rank; ++i) {
     bytes[i] = i && t.dim[i] > 1 ? t.stride[i] * 2 : 16;
-    box[i] = i == 0 ? kMapColumns : i == 1 ? rows : 1;
+    box[i] = i == 0 ? columns : i == 1 ? rows : 1;
   }
   ptx::TensorMap map{};
 #if defined(PT_EMULATE)
   map.base = static_cast<const uint8_t*>(t.data);
   map.elem_bytes = 2;
   map.rank = t.rank;
-  map.swizzle = emu::Swizzle::B128;
+  map.swizzle = columns == kMapColumns ? emu::Swizzle::B128 : emu::Swizzle::None;
   for (int i = 0; i < t.rank; ++i)
     map.dim[i] = t.dim[i], map.stride[i] = bytes[i], map.box[i] = box[i];
 #else
@@ -72,8 +74,9 @@ inline ptx::TensorMap tensor_map(const MappedTensor& t, uint32_t rows) {
       &map,
       t.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       uint32_t(t.rank), const_cast<void*>(t.data), t.dim, bytes + 1, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      columns == kMapColumns ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(int(result)));
 #endif

@@ -138,13 +138,13 @@ void run(void (*kernel)(P...), int blocks, int threads, size_t smem, const A&...
 }
 
 #if defined(PT_EMULATE) || defined(PT_HOPPER)
-// A contiguous tensor, innermost dimension first; boxes of 64 elements by `rows`.
+// A contiguous tensor, innermost dimension first; boxes of `columns` by `rows`.
 ptx::TensorMap tensor_map(const void* base, std::initializer_list<uint64_t> dim, uint32_t rows,
-                          bool f16 = false) {
+                          bool f16 = false, uint32_t columns = 64) {
   cuda::MappedTensor t{base, f16 ? pt::DType::f16 : pt::DType::bf16, 0, {}, {}};
   uint64_t stride = 1;
   for (const uint64_t d : dim) t.dim[t.rank] = d, t.stride[t.rank++] = stride, stride *= d;
-  return cuda::tensor_map(t, rows);
+  return cuda::tensor_map(t, rows, columns);
 }
 
 // "wgmma_rs_n128_tb_p8192_f16" and the like.
@@ -208,17 +208,23 @@ void hopper() {
     const int corners[][2] = {{0, 0}, {64, 0}, {0, 24}, {8, 30}, {-8, -3}, {128, 8}};
     for (auto [x, y] : corners) {
       Buffer out = zeros(24 * 32);
-      run(conformance::load_box<2>, 1, 128, 1024 + 24 * 128 + 8, map2, 24, x, y, 0, 0,
+      run(conformance::load_box<2>, 1, 128, 1024 + 24 * 128 + 8, map2, 24 * 128, x, y, 0, 0,
           out.as<uint32_t>());
       out.print(("tma_2d(" + std::to_string(x) + "," + std::to_string(y) + ")").c_str());
     }
     Buffer out3 = zeros(8 * 32), out4 = zeros(8 * 32);
-    run(conformance::load_box<3>, 1, 128, 1024 + 8 * 128 + 8, map3, 8, 8, 5, 2, 0,
+    run(conformance::load_box<3>, 1, 128, 1024 + 8 * 128 + 8, map3, 8 * 128, 8, 5, 2, 0,
         out3.as<uint32_t>());
     out3.print("tma_3d");
-    run(conformance::load_box<4>, 1, 128, 1024 + 8 * 128 + 8, map4, 8, 8, -3, 1, 1,
+    run(conformance::load_box<4>, 1, 128, 1024 + 8 * 128 + 8, map4, 8 * 128, 8, -3, 1, 1,
         out4.as<uint32_t>());
     out4.print("tma_4d");
+    // Narrow boxes are not swizzled, and start at any multiple of an element.
+    const auto narrow = tensor_map(in.as<void>(), {72, 40}, 24, false, 8);
+    Buffer out = zeros(24 * 4);
+    run(conformance::load_box<2>, 1, 128, 1024 + 24 * 16 + 8, narrow, 24 * 16, 68, 20, 0, 0,
+        out.as<uint32_t>());
+    out.print("tma_narrow");
   }
   multiply_all(std::make_index_sequence<cuda::kNumProductShapes>());
   tiles();

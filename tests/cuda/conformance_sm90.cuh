@@ -32,22 +32,20 @@ PT_DEVICE void wait(uint32_t bar, uint32_t parity) {
   while (!ptx::mbarrier_try_wait(bar, parity)) {}
 }
 
-// Loads one box of 64 x rows 16-bit elements by a map of rank 2 to 4, and copies the bytes of
-// shared memory to `out`.
+// Loads one box of `bytes` by a map of rank 2 to 4, and copies shared memory to `out`.
 template <int Rank>
-__global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, int x, int y, int z,
+__global__ void load_box(const __grid_constant__ ptx::TensorMap map, int bytes, int x, int y, int z,
                          int w, uint32_t* out) {
-  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem()),
-                 bar = one_barrier(tile + rows * 128);
+  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem()), bar = one_barrier(tile + bytes);
   if (thread() == 0) {
     ptx::prefetch_tensor_map(map);
-    ptx::mbarrier_arrive_expect_tx(bar, rows * 128);
+    ptx::mbarrier_arrive_expect_tx(bar, bytes);
     if (Rank == 2) ptx::tma_load_2d(tile, map, bar, x, y);
     else if (Rank == 3) ptx::tma_load_3d(tile, map, bar, x, y, z);
     else ptx::tma_load_4d(tile, map, bar, x, y, z, w);
   }
   wait(bar, 0);
-  for (int i = thread(); i < rows * 32; i += 128) out[i] = ptx::ld_shared_u32(tile + 4 * i);
+  for (int i = thread(); i < bytes / 4; i += 128) out[i] = ptx::ld_shared_u32(tile + 4 * i);
 }
 
 // Fragment of A, [64][Columns] in global memory, for 16 columns from `column` on.

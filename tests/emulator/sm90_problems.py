@@ -429,6 +429,8 @@ DENSE = (
         lambda n: {"attn_mask": some(n(2, 2, 140, 136)).half()}),
     Problem("gradient of sequences", BF16, (2, 4, 2, 40, 200, 96, 128),
         lambda n: {"attn_mask": n(2, 1, 40, 200).to(BF16), "softcap": 3.0}),
+    Problem("gradient behind a mask", BF16, (1, 2, 2, 140, 144, 64, 64),
+        lambda n: {"attn_mask": n(1, 2, 140, 144) > 0, "bias": n(1, 1, 140, 144).to(BF16)}),
 )  # fmt: skip
 
 

@@ -149,6 +149,14 @@ def test_tma_reads_swizzled_boxes(x: int, y: int, answers: Answers) -> None:
     assert torch.equal(halves(answers[f"tma_2d({x},{y})"]).int(), swizzled(box.contiguous()))
 
 
+def test_tma_does_not_swizzle_narrow_boxes(answers: Answers) -> None:
+    """Read 24 rows of 8 elements of a tensor of 40 x 72; outside are zeros."""
+    source = torch.zeros(44, 76, dtype=torch.int32)
+    source[:40, :72] = halves(answers["in:tma"]).view(40, 72).int()
+    box = halves(answers["tma_narrow"]).view(24, 8).int()
+    assert torch.equal(box, source[20:, 68:]) and box[:20, :4].any()
+
+
 def test_tma_reads_rank_3(answers: Answers) -> None:
     source = torch.zeros(4, 30, 200, dtype=torch.int32)
     source[:, :10, :72] = halves(answers["in:tma"]).view(4, 10, 72).int()

@@ -295,13 +295,13 @@ FAULTS = (
         "ALiBi",
     ),
     TextFault(
-        "values_of_another_head",
-        "cuda/attention/sm90/fwd.cuh",
-        "v, row + t * BN, w.h / p",
-        "v, row + t * BN, PT_FAULT(values_of_another_head) ? 0 : w.h / p",
+        "a_cut_tile_taken_whole",
+        "cuda/attention/sm90/mask_loader.cuh",
+        "cut = first < whole.lo ||",
+        "cut = PT_FAULT(a_cut_tile_taken_whole) ? false : first < whole.lo ||",
         "sm90_problems",
         "sm90",
-        "causal, grouped",
+        "segments and causal",
     ),
     TextFault(
         "a_column_too_many_below",

@@ -224,6 +224,8 @@ inline int sm90_class(const AttentionProblem& p) {
   return widest <= 64 ? 64 : widest <= 128 ? 128 : widest <= 256 ? 256 : 0;
 }
 
+constexpr int64_t kMaxMapRows = (int64_t(1) << 31) - 1024;  // TMA has 32-bit coordinates
+
 inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list<const In*> inputs,
                                 std::initializer_list<const Out*> outputs) {
   if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
@@ -243,8 +245,7 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
     return (sequences == 1 || s.batch) && (heads == 1 || s.head) && (rows == 1 || s.row);
   };
   const bool packed = p.cu_queries;
-  constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1024;  // TMA has 32-bit coordinates
-  if (packed && (p.total_queries > kMaxRows || p.total_keys > kMaxRows))
+  if (packed && (p.total_queries > kMaxMapRows || p.total_keys > kMaxMapRows))
     return "more than 2^31 packed rows";
   for (const In* t : inputs) {
     const bool keys = t == &p.k || t == &p.v;
@@ -346,11 +347,14 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
   if (p.blocks.queries.offsets && (1 << p.blocks.queries.row_bits < plan.tile.rows() ||
                                    1 << p.blocks.queries.column_bits < plan.tile.streamed))
     plan.why_not = "a tile of theirs does not lie within one block of the mask";
+  if (p.blocks.bits && (reinterpret_cast<uintptr_t>(p.blocks.bits) % 16 ||
+                        int64_t(p.blocks.places) << p.blocks.queries.row_bits > kMaxMapRows))
+    plan.why_not = "the bits of the block mask are not aligned to 16 bytes, or have 2^31 rows";
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
   const auto order = [&](const Sm90Tile& tile, bool may_pair) {
     const int64_t tiles = (p.num_queries + tile.rows() - 1) / tile.rows();
-    plan.tile = tile, plan.smem_bytes = sm90_forward_smem(tile);
+    plan.tile = tile, plan.smem_bytes = sm90_forward_smem(tile, plan.elementwise_mask);
     order_tiles(plan, p, tiles, int64_t(p.sequences) * p.heads, p.group, multiprocessors, may_pair);
   };
   order(plan.tile, true);

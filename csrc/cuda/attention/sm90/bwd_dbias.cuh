@@ -139,6 +139,8 @@ struct Sm90BwdDbiasBlock {
     const Place at = place_again(w.i0, first);
     const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
     Found found(p);
+    found.start(w, {kUnbounded, 0}, first);
+    if (p.mask_bits.queries.data) found.hide_bits([&](int r) { return found.words(w, first, r); });
     found.load(w, first, true);
     Pairs<BN / 2> keep_mask;
     if (p.drop_threshold) keep_mask = kept_pairs<BN / 2, 4>(score_mod, at);

@@ -93,10 +93,14 @@ constexpr uint32_t sm90_mask_loader_smem(const Sm90Tile& t, bool keys, bool has_
 constexpr int sm90_num_row_stats(bool has_score_mod, bool elementwise_mask) {
   return has_score_mod && elementwise_mask ? 3 : 2;
 }
-// Forward: Q; K, V; notes. bwd_dq: Q, dO; K, V; sums with score_mod; mask loader buffers. bwd_dkdv:
-// K, V; Q, dO, row stats; mask loader buffers.
-constexpr uint32_t sm90_forward_smem(const Sm90Tile& t) {
+// The forward's bits of a tile, in boxes of 128 keys (16 bytes) even if a tile has fewer.
+constexpr int kSm90BitColumns = 8;  // of 16 bits
+constexpr uint32_t sm90_bit_box_bytes(int rows) { return uint32_t(rows * kSm90BitColumns * 2); }
+// Forward: Q; K, V; bits with an elementwise mask; notes. bwd_dq: Q, dO; K, V; sums with score_mod;
+// mask loader buffers. bwd_dkdv: K, V; Q, dO, row stats; mask loader buffers.
+constexpr uint32_t sm90_forward_smem(const Sm90Tile& t, bool elementwise_mask = false) {
   return kSm90Slack + t.own_bytes() + t.streamed_bytes() +
+         (elementwise_mask ? t.stages * sm90_bit_box_bytes(t.rows()) : 0) +
          kSm90BarrierBytes * uint32_t(1 + 3 * t.stages + t.second_stages());
 }
 constexpr uint32_t sm90_bwd_dq_smem(const Sm90Tile& t, bool has_score_mod,
@@ -128,8 +132,9 @@ constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
          t.producer_registers + t.consumers * t.consumer_registers <= launched;
 }
 // Live: S, P, O.
-constexpr bool sm90_forward_fits(const Sm90Tile& t) {
-  return sm90_fits(t, sm90_forward_smem(t), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
+constexpr bool sm90_forward_fits(const Sm90Tile& t, bool elementwise_mask = true) {
+  return sm90_fits(t, sm90_forward_smem(t, elementwise_mask),
+                   t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
 }
 static_assert(sm90_forward_fits(sm90_forward_tile(64)) &&
               sm90_forward_fits(sm90_forward_tile(128)));

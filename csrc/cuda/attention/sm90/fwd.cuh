@@ -16,6 +16,7 @@ namespace pt::cuda {
 
 struct Sm90Forward {
   ptx::TensorMap q, k, v;  // (D, rows, heads, sequences)
+  ptx::TensorMap bits;     // with an elementwise mask: see map_bits
   AttentionForward f;
   TileOrder order;
 };
@@ -39,7 +40,7 @@ struct Sm90ForwardBlock {
   const Sm90Forward& args;
   RingQ q;
   RingKv k, v;
-  using Notes = TileNotes<kTile.stages>;
+  using Notes = TileNotes<kTile.stages, BM, BN>;
   Notes notes;  // with an elementwise mask
 
   using Work = QueryWork<BM, BN>;
@@ -51,7 +52,10 @@ struct Sm90ForwardBlock {
     q.init(1, kConsumers, "q_full", "q_empty");
     k.init(1, kConsumers, "k_full", "k_empty");
     v.init(1, kConsumers, "v_full", "v_empty");
-    if (K::elementwise_mask) notes.init(1, 4 * kConsumers, "notes_full", "notes_empty");
+    if (K::elementwise_mask) {
+      if (has_bits(args.f.p)) ptx::prefetch_tensor_map(args.bits);
+      notes.init(1, 4 * kConsumers, "notes_full", "notes_empty");
+    }
   }
 
   PT_DEVICE void produce() const {
@@ -73,7 +77,7 @@ struct Sm90ForwardBlock {
         for (int t = tiles.last(w.range), next; t >= w.range.first; t = next, first = false) {
           const int place = tiles.place(p);
           next = tiles.back(t);
-          notes.put(stream_iter, {t, place, next >= w.range.first});
+          notes.put(stream_iter, p, args.bits, w, t, place, next >= w.range.first);
           load(t, first);
         }
       } else {
@@ -179,11 +183,24 @@ struct Sm90ForwardBlock {
   }
 
   // Advance a consumer to the tile of stream_iter n, by its note.
-  PT_DEVICE void go_to(int n, const Work& w, int& first, int& place, bool& more) const {
+  PT_DEVICE void go_to(int n, const Work& w, int& first, bool& masked, bool& more) const {
     if constexpr (K::elementwise_mask) {
       const TileNote note = notes.take(n);
-      first = w.origin + note.tile * BN, place = note.place, more = note.more;
+      first = w.origin + note.tile * BN, masked = note.masked, more = note.more;
     }
+  }
+
+  // Load what hides or changes pairs of the tile of stream_iter n, and release its note.
+  template <class M>
+  PT_DEVICE void load_hidden(M& mask_loader, const Work& w, const Range& whole, int n, int first,
+                             bool masked) const {
+    mask_loader.start(w, whole, first);
+    if (masked) {
+      mask_loader.hide_bits([&](int r) { return notes.words(n, args.f.p, own_row(r)); });
+      ptx::fence_proxy_async();  // TMA overwrites them; the fence waits for earlier loads
+    }
+    consumer_release_warp(notes, n);
+    mask_loader.load(w, first, K::has_score_mod);
   }
 
   // Wait for K of the next tile before the wait for the gemms that overlap the softmax: without a
@@ -223,10 +240,10 @@ struct Sm90ForwardBlock {
         else clear_rows<kConsumers>(v, stream_iter, first, keep);
       };
       [[maybe_unused]] Pairs<BN / 2> kept;
-      const auto load_mask = [&](int first, int place) {
+      const auto load_mask = [&](int n, int first, bool masked) {
+        if constexpr (K::elementwise_mask) load_hidden(mask_loader, w, whole, n, first, masked);
         if (K::drops_by_bits && score_mod.has_keep_bits())
           kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
-        if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod, place); }
       };
       // Turn scores into weights; `first` is the tile's first key.
       const auto weigh = [&](int first) {
@@ -259,15 +276,15 @@ struct Sm90ForwardBlock {
         pack_weights<T>(weights, s);
       };
       if (sees_keys(w)) {
-        int t = w.range.last - 1, first = w.origin + t * BN, place = -1;
-        bool more = t > w.range.first;
+        int t = w.range.last - 1, first = w.origin + t * BN;
+        bool masked = false, more = t > w.range.first;
         q.consumer_wait(tile_iter);
-        go_to(stream_iter, w, first, place, more);
         k.consumer_wait(stream_iter);
         scheduler_barrier_sync();
         multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter, false);
         scheduler_barrier_arrive();
-        load_mask(first, place);
+        go_to(stream_iter, w, first, masked, more);
+        load_mask(stream_iter, first, masked);
         ptx::wgmma_wait<0>();
         consumer_release_warpgroup(k, stream_iter);
         if (!more) consumer_release_warpgroup(q, tile_iter);
@@ -277,13 +294,13 @@ struct Sm90ForwardBlock {
         for (; more; ++stream_iter) {
           clear(first);
           first -= BN, --t, more = t > w.range.first;
-          go_to(stream_iter + 1, w, first, place, more);
           scheduler_barrier_sync();
           multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter + 1, false);
           v.consumer_wait(stream_iter);
           multiply_weights<T>(o, weights, v, stream_iter);
           scheduler_barrier_arrive();
-          load_mask(first, place);
+          go_to(stream_iter + 1, w, first, masked, more);
+          load_mask(stream_iter + 1, first, masked);
           ptx::wgmma_wait<1>();
           consumer_release_warpgroup(k, stream_iter + 1);
           if (!more) consumer_release_warpgroup(q, tile_iter);
@@ -309,15 +326,18 @@ struct Sm90ForwardBlock {
   static PT_DEVICE void run(const Sm90Forward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
     constexpr uint32_t kKeys = RingQ::kBufferBytes, kValues = kKeys + RingKv::kBufferBytes,
-                       kBarriers = kValues + RingKv::kBufferBytes;
+                       kBits = kValues + RingKv::kBufferBytes,
+                       kBarriers =
+                           kBits +
+                           (K::elementwise_mask ? kTile.stages * sm90_bit_box_bytes(BM) : 0);
     constexpr uint32_t kNotes = kBarriers + RingQ::kBarrierBytes + 2 * RingKv::kBarrierBytes;
     static_assert(kSm90Slack + kNotes + Notes::kBufferBytes + Notes::kBarrierBytes ==
-                  sm90_forward_smem(kTile));
+                  sm90_forward_smem(kTile, K::elementwise_mask));
     const uint32_t bars = base + kBarriers;
     const Sm90ForwardBlock block{
         args, RingQ(base, bars), RingKv(base + kKeys, bars + RingQ::kBarrierBytes),
         RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes),
-        Notes(base + kNotes, base + kNotes + Notes::kBufferBytes)};
+        Notes(base + kNotes, base + kNotes + Notes::kBufferBytes, base + kBits)};
     run_block(block);
   }
 };
@@ -337,7 +357,10 @@ void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream)
   const int rows = kTile.rows();
   const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, rows),
                          map_rows(p, p.k, true, p.head_dim, kTile.streamed),
-                         map_rows(p, p.v, true, p.value_dim, kTile.streamed), f, plan.order};
+                         map_rows(p, p.v, true, p.value_dim, kTile.streamed),
+                         K::elementwise_mask ? map_bits(p, rows) : ptx::TensorMap{},
+                         f,
+                         plan.order};
   launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(),
          plan.smem_bytes, stream, args);
 }

@@ -3,12 +3,13 @@
 // in backward.
 //
 // Forward. The producer iterates over KV tiles from last to first, restricted by block lists, and
-// writes notes about them for consumers, so only one thread of a block reads lists (TileNotes).
-// Consumers load what hides or changes pairs during the scores' gemm (MaskLoader). Hidden pairs
-// become bits there: for a lane's row r (0 or 1), bit 2 j + e is column e of its two in n-block j.
-// Boolean masks are already bits. Floating-point masks and biases are loaded in pairs, of which a
-// lane holds 16 or 32 words until the scores are complete: 64 or 128 columns in 16 bits, half as
-// many in float32. Unpaired ones, and a second one, are loaded element by element.
+// writes notes about them for consumers, so only one thread of a block reads lists. The bits of
+// boolean masks and of partial blocks come with the notes, by TMA (TileNotes). Consumers load what
+// else hides or changes pairs during the scores' gemm (MaskLoader). Hidden pairs become bits there:
+// for a lane's row r (0 or 1), bit 2 j + e is column e of its two in n-block j. Floating-point
+// masks and biases are loaded in pairs, of which a lane holds 16 or 32 words until the scores are
+// complete: 64 or 128 columns in 16 bits, half as many in float32. Unpaired ones, and a second one,
+// are loaded element by element.
 //
 // Backward. Per iteration idle warps of the producer write the tile's visible mask to shared
 // memory, one bit per pair, bounds included (BackwardMaskLoader). Consumers load one word per 32
@@ -63,33 +64,88 @@ class TileListBack : public TileList<true, Streamed> {
   int first_;
 };
 
-// A KV tile's note. place: as in TileList; more: another tile follows.
+// The forward reads the bits of a block mask, or of a dense boolean mask, whose row is the same for
+// all queries if it has one.
+PT_DEVICE bool has_bits(const AttentionProblem& p) {
+  return p.blocks.bits || p.mask_bits.queries.data;
+}
+PT_DEVICE bool bits_have_rows(const AttentionProblem& p) {
+  return p.blocks.bits || p.mask_bits.queries.row;
+}
+// Map them in boxes of 128 keys by `rows` queries: (words of 16 bits, rows, heads, sequences).
+inline ptx::TensorMap map_bits(const AttentionProblem& p, int rows) {
+  const PairBits::Rows& bits = p.mask_bits.queries;
+  MappedTensor t{bits.data, DType::f16, 4, {0, 1, 1, 1}, {1, 0, 0, 0}};
+  if (p.blocks.bits) {
+    t.data = p.blocks.bits;
+    t.dim[0] = t.stride[1] = uint64_t(1) << (p.blocks.queries.column_bits - 4);
+    t.dim[1] = uint64_t(p.blocks.places) << p.blocks.queries.row_bits;
+  } else {
+    t.dim[0] = 2 * uint64_t(PairBits::words(p.num_keys + int(p.key_start % 32)));
+    if (bits.row) t.dim[1] = uint64_t(p.num_queries), t.stride[1] = 2 * uint64_t(bits.row);
+    else rows = 1;
+    if (bits.head) t.dim[2] = uint64_t(p.heads), t.stride[2] = 2 * uint64_t(bits.head);
+    if (bits.batch) t.dim[3] = uint64_t(p.sequences), t.stride[3] = 2 * uint64_t(bits.batch);
+  }
+  // without bits, and without a partial block, nothing is loaded
+  return t.data && t.dim[1] ? tensor_map(t, uint32_t(rows), kSm90BitColumns) : ptx::TensorMap{};
+}
+
+// A KV tile's note. masked: bits came with it; more: another tile follows.
 struct TileNote {
-  int tile, place;
-  bool more;
+  int tile;
+  bool masked, more;
 };
 
-// Passes notes from the producer to all lanes through a separate ring. Each warp releases what its
-// lanes have read, because no thread can do so for its warpgroup.
-template <int Stages>
+// Passes notes, and the bits of tiles of BM queries and BN keys, from the producer to all lanes
+// through a separate ring. Each warp releases what its lanes have read, because no thread can do so
+// for its warpgroup.
+template <int Stages, int BM, int BN>
 class TileNotes : public Buffers<Stages, 16> {
   using Base = Buffers<Stages, 16>;
 
  public:
-  using Base::Base, Base::buffer;
+  using Base::buffer, Base::full;
 
-  PT_DEVICE void put(int n, const TileNote& note) const {
+  // `bits`: a multiple of 128
+  PT_DEVICE TileNotes(uint32_t notes, uint32_t barriers, uint32_t bits)
+      : Base(notes, barriers), bits_(bits) {}
+
+  // Write tile t's note and load its bits. place: as in TileList; `map`: see map_bits.
+  template <class Work>
+  PT_DEVICE void put(int n, const AttentionProblem& p, const ptx::TensorMap& map, const Work& w,
+                     int t, int place, bool more) const {
+    const bool masked = place >= 0 && has_bits(p);
     Base::producer_acquire(n);
-    ptx::st_shared_u32(buffer(n), uint32_t(note.tile) << 1 | uint32_t(note.more));
-    ptx::st_shared_u32(buffer(n) + 4, uint32_t(note.place));
-    Base::producer_commit(n);
+    ptx::st_shared_u32(buffer(n), uint32_t(t) << 2 | uint32_t(masked) << 1 | uint32_t(more));
+    if (!masked) return Base::producer_commit(n);
+    Base::producer_commit(n, sm90_bit_box_bytes(bits_have_rows(p) ? BM : 1));
+    const PairBits::Rows& rows = p.mask_bits.queries;
+    const BlockLists& lists = p.blocks.queries;
+    int column = t * BN, row = rows.row ? w.i0 : 0;
+    if (p.blocks.bits) {
+      column &= (1 << lists.column_bits) - 1;
+      row = (place << lists.row_bits) + (w.i0 & ((1 << lists.row_bits) - 1));
+    }
+    ptx::tma_load_4d(bits(n), map, full(n), column / 16, row, rows.head ? w.h : 0,
+                     rows.batch ? w.b : 0);
   }
   PT_DEVICE TileNote take(int n) const {
-    Base::consumer_wait(n);  // short: the note precedes K
-    const uint32_t tile = ptx::ld_shared_u32(buffer(n)), place = ptx::ld_shared_u32(buffer(n) + 4);
-    consumer_release_warp(*this, n);
-    return {int(tile >> 1), int(place), bool(tile & 1)};
+    Base::consumer_wait(n);
+    const uint32_t note = ptx::ld_shared_u32(buffer(n));
+    return {int(note >> 2), bool(note & 2), bool(note & 1)};
   }
+  // Return 128 keys of a query that is `row` rows from the tile's first.
+  PT_DEVICE ptx::Words4 words(int n, const AttentionProblem& p, int row) const {
+    return ptx::ld_shared_v4(bits(n) + (bits_have_rows(p) ? sm90_bit_box_bytes(row) : 0));
+  }
+
+ private:
+  PT_DEVICE uint32_t bits(int n) const {
+    return bits_ + uint32_t(n % Stages) * sm90_bit_box_bytes(BM);
+  }
+
+  uint32_t bits_;
 };
 
 // Return the bits of the columns below the lane's first column + x.
@@ -115,20 +171,53 @@ class MaskLoader {
                        : paired(p.bias) ? 2
                                         : 0) {}
 
-  // Load for the keys from `first` on. `adds`: floating-point masks and biases too; place: index of
-  // the tile's bits, as in TileList. Work: QueryWork.
+  // Start with the bounds of the keys from `first` on; every row sees the keys in `whole`. Work:
+  // QueryWork.
   template <class Work>
-  PT_DEVICE void load(const Work& w, int first, bool adds, int place = 0) {
+  PT_DEVICE void start(const Work& w, const Range& whole, int first) {
     const int column = first + 2 * (lane_id() % 4);
+    const bool cut = first < whole.lo || first + BN > whole.hi;
+    visible[0] = visible[1] = kAllColumns;
+    if (cut) {
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const Range bounds = w.own_bounds(p_, r);
+        visible[r] = columns_below(bounds.hi - column) & ~columns_below(bounds.lo - column);
+      }
+    }
+    partial_ = cut;
+  }
+
+  // Hide pairs by bits: words(r) has 32 keys of the lane's row r per word.
+  template <class F>
+  PT_DEVICE void hide_bits(F words) {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const Range bounds = w.own_bounds(p_, r);
-      visible[r] = columns_below(bounds.hi - column) & ~columns_below(bounds.lo - column);
+      const ptx::Words4 row = words(r);
+      uint32_t shown = 0;
+      PT_UNROLL
+      for (int c = 0; c < BN / 32; ++c) shown |= own_bits(row.w[c] >> lane_id() % 4 * 2) << 8 * c;
+      visible[r] &= shown;
     }
+    partial_ = true;
+  }
+  // Return these words of a dense mask, from global memory.
+  template <class Work>
+  PT_DEVICE ptx::Words4 words(const Work& w, int first, int r) const {
+    const uint32_t* const row =
+        words_of(p_.mask_bits.queries, w.b, w.h, query(w, r)) + (first - w.origin) / 32;
+    ptx::Words4 words;
+    PT_UNROLL
+    for (int c = 0; c < BN / 32; ++c) words.w[c] = ptx::ld_global_u32(row + c);
+    return words;
+  }
+
+  // Load what else hides or changes pairs. `adds`: floating-point masks and biases too.
+  template <class Work>
+  PT_DEVICE void load(const Work& w, int first, bool adds) {
+    const int column = first + 2 * (lane_id() % 4);
     if (kEarly && adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
-    if (p_.blocks.bits && place >= 0) hide_block(w, first, place);
-    if (p_.mask_bits.queries.data && place >= 0) hide_bits(w, first);
-    if (p_.query_segments) hide_segments(w, column);
+    if (p_.query_segments) hide_segments(w, column), partial_ = true;
     if (w.s.padding_gaps) hide_keys(w, column);
   }
 
@@ -168,6 +257,7 @@ class MaskLoader {
   }
 
   PT_DEVICE void hide(float (&s)[BN / 2]) const {
+    if (!partial_) return;
     PT_UNROLL
     for (int i = 0; i < BN / 2; ++i)
       s[i] = visible[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1 ? s[i] : minus_infinity();
@@ -234,33 +324,6 @@ class MaskLoader {
     return (word & 0x03030303u) * 0x01041040u >> 24;
   }
 
-  // Hide keys by the words of a boolean mask.
-  template <class Work>
-  PT_DEVICE void hide_bits(const Work& w, int first) {
-    uint32_t words[2][BN / 32];
-    PT_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      const uint32_t* const row =
-          words_of(p_.mask_bits.queries, w.b, w.h, query(w, r)) + (first - w.origin) / 32;
-      if constexpr (BN == 128) {
-        const ptx::Words4 four = ptx::ld_global_v4(row);
-        PT_UNROLL
-        for (int c = 0; c < 4; ++c) words[r][c] = four.w[c];
-      } else {
-        PT_UNROLL
-        for (int c = 0; c < BN / 32; ++c) words[r][c] = ptx::ld_global_u32(row + c);
-      }
-    }
-    PT_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      uint32_t shown = 0;
-      PT_UNROLL
-      for (int c = 0; c < BN / 32; ++c)
-        shown |= own_bits(words[r][c] >> lane_id() % 4 * 2) << 8 * c;
-      visible[r] &= shown;
-    }
-  }
-
   template <class Work>
   PT_DEVICE void hide_keys(const Work& w, int column) {
     const KeyPaddingBitmap keys(p_, w.b);
@@ -268,25 +331,6 @@ class MaskLoader {
     PT_UNROLL
     for (int c = 0; c < BN / 32; ++c) shown |= own_bits(keys.from(column + 32 * c)) << 8 * c;
     visible[0] &= shown, visible[1] &= shown;
-  }
-
-  // Hide pairs of a partial block of a block mask: a word holds 32 keys of a query.
-  template <class Work>
-  PT_DEVICE void hide_block(const Work& w, int first, int place) {
-    const BlockLists& lists = p_.blocks.queries;
-    const int to_next_query = lists.column_bits - 5;  // in words, as a shift
-    PT_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      const int i = query(w, r) & ((1 << lists.row_bits) - 1);
-      const uint32_t* const words = p_.blocks.bits +
-                                    (((int64_t(place) << lists.row_bits) + i) << to_next_query) +
-                                    (first & ((1 << lists.column_bits) - 1)) / 32;
-      uint32_t shown = 0;
-      PT_UNROLL
-      for (int c = 0; c < BN / 32; ++c)
-        shown |= own_bits(ptx::ld_global_u32(words + c) >> lane_id() % 4 * 2) << 8 * c;
-      visible[r] &= shown;
-    }
   }
 
   template <class Work>
@@ -323,7 +367,8 @@ class MaskLoader {
   }
 
   const AttentionProblem& p_;
-  int paired_;  // loaded in pairs: 1 the mask, 2 the bias, 0 none
+  int paired_;    // loaded in pairs: 1 the mask, 2 the bias, 0 none
+  bool partial_;  // some pair may be hidden by bits
   uint32_t raw_[kRawWords];
 };
 
