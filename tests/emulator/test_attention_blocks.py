@@ -79,14 +79,15 @@ def test_empty_blocks_cost_no_products() -> None:
 
 
 @pytest.mark.usefixtures("sm90")
+@pytest.mark.parametrize("head_size", [32, 256])
 @pytest.mark.parametrize(("size", "forward"), [(128, True), ((128, 64), False)])
-def test_sm90_forward_walks_block_lists(size: Any, forward: bool) -> None:
-    """The sm_90a forward does if a tile lies within one block; else the portable kernels run."""
+def test_sm90_forward_walks_block_lists(size: Any, forward: bool, head_size: int) -> None:
+    """The sm_90a forward does if a block's rows of bits fit TMA; else the portable kernels run."""
     generator = torch.Generator().manual_seed(1)
     rows, keys = (size, size) if isinstance(size, int) else size
     mask = in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 1, 300, 520), rows, keys)
-    leaves = [normal(1, 1, n, 32).requires_grad_() for n in (300, 520, 520)]
-    grad_out = normal(1, 1, 300, 32)
+    leaves = [normal(1, 1, n, head_size).requires_grad_() for n in (300, 520, 520)]
+    grad_out = normal(1, 1, 300, head_size)
     count = torch.ops.pytransformer_C.emulator_products
     before = count()
     out = pt.attention(*leaves, attn_mask=mask, backend="cuda", strict=True)

@@ -282,8 +282,11 @@ def test_explain_reports_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken.count("by the kernels for sm_90a") == 3
     wide = torch.zeros(1, 2, 40, 256, dtype=torch.float16)
     assert pt.explain("attention", wide, wide, wide, backend="cuda").notes[-1] == taken
+    fused = "d_query, added across blocks, d_key and d_value by the kernels for sm_90a"
+    visible = torch.ones(40, 40, dtype=torch.bool)
+    masked = pt.explain("attention", query, query, query, attn_mask=visible, backend="cuda")
+    assert masked.notes[-1] == taken.split("; ")[0] + f"; {fused}"
     for mask, more in (
-        (torch.ones(40, 20, dtype=torch.bool), ""),
         (torch.zeros(40, 20), "; d_mask by the kernels for sm_90a"),
         (torch.zeros(40, 21).bfloat16(), "; d_mask by the kernels for sm_90a"),
         (
@@ -310,9 +313,7 @@ def test_explain_reports_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             " kernels copy" in partly
         )
     unordered = pt.explain("attention", query, query, query, deterministic=False, backend="cuda")
-    assert unordered.notes[-1].endswith(
-        "d_query, added across blocks, d_key and d_value by the kernels for sm_90a"
-    )
+    assert unordered.notes[-1].endswith(fused)
     ordered = pt.explain("attention", query, query, query, backend="cuda")
     assert unordered.extra_bytes["cuda"] - ordered.extra_bytes["cuda"] == 4 * 2 * 128 * 64
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")

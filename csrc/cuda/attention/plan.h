@@ -348,8 +348,11 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
                                    1 << p.blocks.queries.column_bits < plan.tile.streamed))
     plan.why_not = "a tile of theirs does not lie within one block of the mask";
   if (p.blocks.bits && (reinterpret_cast<uintptr_t>(p.blocks.bits) % 16 ||
+                        1 << p.blocks.queries.column_bits < PairBits::kUnitKeys ||
                         int64_t(p.blocks.places) << p.blocks.queries.row_bits > kMaxMapRows))
-    plan.why_not = "the bits of the block mask are not aligned to 16 bytes, or have 2^31 rows";
+    plan.why_not =
+        "rows of the block mask's bits are no multiples of 16 bytes (blocks of 64 keys), or are "
+        "2^31";
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
   const auto order = [&](const Sm90Tile& tile, bool may_pair) {
