@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..ops._core.tensors import constant_in_graphs
 from ..ops.block_mask import BlockMask
 
 NAMES = ("sliding_window", "strided", "longformer", "big_bird")
@@ -56,6 +57,7 @@ class Pattern:
 
     # The compiler runs this while tracing. The read in __call__ is then a guarded input. A
     # constant mask had no guard, so the graph of one layer used the pattern of another.
+    @constant_in_graphs
     def _keep(self, length: int, device: torch.device) -> None:
         """Cache the mask as the most recently used one."""
         key = (length, device.type, device.index)
@@ -65,10 +67,6 @@ class Pattern:
         self._kept[key] = self._made(length, device)
         while len(self._kept) > KEPT:
             del self._kept[next(iter(self._kept))]
-
-    # Same as torch.compiler.assume_constant_result, which imports the compiler (1 s of `import
-    # pytransformer`).
-    _keep._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _made(self, length: int, device: torch.device) -> BlockMask:
         # Create real tensors that autograd may save, under any tracing or no-grad mode, for later

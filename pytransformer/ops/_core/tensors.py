@@ -9,7 +9,7 @@ import numbers
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,10 +26,21 @@ _UNWRAPPED = {
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
 }
 _TensorOrNone = TypeVar("_TensorOrNone", torch.Tensor, torch.Tensor | None)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _INSTEAD = {
     "nested": "scaled_dot_product_attention takes nested tensors, attention_varlen packed sequences"
 }
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Mark a function that torch.compile runs while tracing, and whose result is a constant.
+
+    It does what torch.compiler.assume_constant_result does, which imports the compiler (1 s of
+    ``import pytransformer``).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def shape_of(t: torch.Tensor) -> str:

@@ -29,7 +29,7 @@ import torch
 
 from ..._core.op import Op
 from ..._core.registry import Backend
-from ..._core.tensors import as_written, matrix
+from ..._core.tensors import as_written, constant_in_graphs, matrix
 from ..._problem.cross_entropy import chunks, float_gemm, row_factors, target_weights, upstream
 from ..gpu import cross_entropy as gpu
 from . import library as cuda_library
@@ -43,8 +43,9 @@ HALF_SCALE = 2.0**15  # float16 ends at 2^16
 # chunk adds to dweight, which costs 16 bytes per element against 6 operations per row.
 PARTIALS_BYTES, D_LOGITS_BYTES = 1 << 28, 1 << 30
 PARTIALS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16
-# Forward computes the gradients if a product has at least this many operations, about 0.1 ms on an
-# H100: below it the C++ fast path, which has no such call, saves more than the product.
+# Forward computes the gradients if a product has at least this many operations, by count about 0.1
+# ms on an H100. Below it the C++ fast path, which has no such call, should save more than the
+# product does; no GPU has compared them.
 EARLY_FLOPS, EARLY_FLOPS_EMULATED = 1 << 36, 1 << 16
 
 
@@ -82,16 +83,13 @@ def early_flops() -> int:
     return EARLY_FLOPS_EMULATED if cuda_library.emulating() else EARLY_FLOPS
 
 
+@constant_in_graphs
 def runs_on(device_type: str, index: int | None) -> bool:
     """Return true if the kernels run on the device, which torch.compile evaluates once."""
     device = torch.device(device_type if index is None else f"{device_type}:{index}")
     return cuda_library.why_not("cross_entropy_fwd", device) is None and cuda_library.runs_sm90a(
         device
     )
-
-
-# Same as torch.compiler.assume_constant_result, which imports the compiler.
-runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _forward(
