@@ -44,12 +44,16 @@ def _feature(parameter: Any, argument: Any) -> Any:
     return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
 
 
+def _is_real(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.is_floating_point()
+
+
 def call(name: str, *args: Any, backward: bool = True, **kwargs: Any) -> None:
     """Run an op forward and backward; launches are recorded, not run."""
     op = OPS[name]
+    for tensor in filter(_is_real, (*args, *kwargs.values())):
+        tensor.requires_grad_(backward)
     a, _, _ = op.prepare(*args, **kwargs)
-    if "save" in a._fields:
-        a = a._replace(save=True)
     backend = op.backends["triton"]
     with torch.no_grad():
         outputs = backend.forward(a)
