@@ -363,6 +363,8 @@ FAST_PATH_ENTRY(rotary);
 FAST_PATH_ENTRY(append_kv);
 FAST_PATH_ENTRY(scaled_dot_product_attention);
 FAST_PATH_ENTRY(post_norm_layer);  // for converted modules
+FAST_PATH_ENTRY(pre_norm_heads);
+FAST_PATH_ENTRY(pre_norm_rest);
 FAST_PATH_ENTRY(remember);
 FAST_PATH_ENTRY(recall);
 

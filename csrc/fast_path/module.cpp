@@ -42,6 +42,8 @@ PyMethodDef methods[] = {
     OP(append_kv),
     OP(scaled_dot_product_attention),
     {"post_norm_layer", FAST(post_norm_layer_entry), "a layer without gradient, or NotImplemented"},
+    {"pre_norm_heads", FAST(pre_norm_heads_entry), "a layer's heads, or NotImplemented"},
+    {"pre_norm_rest", FAST(pre_norm_rest_entry), "the layer from its heads, or NotImplemented"},
     {"remember", FAST(remember_entry),
      "remember(module, dicts, functions, result): see modules.cpp"},
     {"recall", FAST(recall_entry), "recall(state, module, dicts): see modules.cpp"},

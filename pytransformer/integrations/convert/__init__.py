@@ -22,6 +22,7 @@ import torch
 from ... import _html
 from . import (  # noqa: F401  # they fill RULES
     code,
+    decoder_rules,
     hugging_face_rules,
     long_rules,
     padding_rules,

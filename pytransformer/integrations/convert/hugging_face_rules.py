@@ -200,13 +200,24 @@ def runs_on_ours(config: Any) -> bool:
     return ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) is attention_forward
 
 
+# The modules of a layer whose weights post_norm_layer reads.
+_LAYER_PATHS = tuple(
+    tuple(path.split("."))
+    for path in (
+        "attention.self.query", "attention.self.key", "attention.self.value",
+        "attention.output.dense", "attention.output.LayerNorm", "intermediate.dense",
+        "output.dense", "output.LayerNorm",
+    )
+)  # fmt: skip
+
+
 class LayerFacts(NamedTuple):
     """Hold what a call of a whole layer reads of its modules, each at 1.2 us."""
 
     config: Any
     drops: bool
     ours: bool  # its projections may run our product
-    settings: tuple[Any, ...]  # of post_norm_layer: scale, head size, activation, both eps
+    settings: tuple[Any, ...]  # of post_norm_layer: paths, scale, head size, activation, both eps
 
     @classmethod
     def of(cls, layer: Any) -> LayerFacts:
@@ -218,6 +229,7 @@ class LayerFacts(NamedTuple):
         )
         projections = (attend.query, attend.key, attend.value, after.dense)
         settings = (
+            _LAYER_PATHS,
             attend.scaling,
             attend.attention_head_size,
             activation_name(layer.intermediate.intermediate_act_fn),
@@ -555,9 +567,3 @@ _block_rule(
     clip="CLIPEncoderLayer",
     siglip="SiglipEncoderLayer",
 )
-_block_rule("432950109dec", "ln_1", "attn", "ln_2", gpt2="GPT2Block")
-_block_rule(
-    "a02ed755fe70", "input_layernorm", "self_attn", "post_attention_layernorm",
-    llama="LlamaDecoderLayer", mistral="MistralDecoderLayer", qwen2="Qwen2DecoderLayer",
-    qwen3="Qwen3DecoderLayer",
-)  # fmt: skip

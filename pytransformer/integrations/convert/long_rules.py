@@ -291,7 +291,7 @@ class Full:
                 _split(f(source), self.attention_head_size) for f in (self.key, self.value)
             )
             if cache is not None:
-                key, value = update_cache(self, cache, key, value, kwargs)
+                key, value = update_cache(self, self.layer_idx, cache, key, value, kwargs)
         query = _split(self.query(hidden_states), self.attention_head_size)
         # A Mask if the model uses our attention interface, else additive.
         mask = encoder_attention_mask if cross else attention_mask
@@ -363,7 +363,7 @@ class DecoderAttention:
             source = key_value_states if cross else hidden_states
             key, value = (_split(f(source), self.head_dim) for f in (self.k_proj, self.v_proj))
             if cache is not None:
-                key, value = update_cache(self, cache, key, value, kwargs)
+                key, value = update_cache(self, self.layer_idx, cache, key, value, kwargs)
                 if cross and updated is not None:
                     updated[layer] = True
         out = attention(

@@ -24,14 +24,14 @@ from .rules import Rule, update_cache
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _tables_fit(cos: Any, sin: Any) -> bool:
+def tables_fit(cos: Any, sin: Any) -> bool:
     """Return whether the op supports these tables: (B or 1, L, dims), without gradient."""
     if not isinstance(cos, torch.Tensor) or cos.dim() != 3 or cos.shape != sin.shape:
         return False
     return not (cos.requires_grad or sin.requires_grad)
 
 
-def _norm_eps(norm: Any) -> float:
+def norm_eps(norm: Any) -> float:
     return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
@@ -71,7 +71,7 @@ class Turned:
             for t, norm in zip((query, key), by)
         )
         if cache is not None:
-            key, value = update_cache(self, cache, key, value, kwargs)
+            key, value = update_cache(self, self.layer_idx, cache, key, value, kwargs)
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         eager = sys.modules[type(self).__module__].eager_attention_forward
@@ -100,7 +100,7 @@ class RotaryAttention(Turned):  # Llama
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if position_embeddings is None or not _tables_fit(*position_embeddings):
+        if position_embeddings is None or not tables_fit(*position_embeddings):
             return NotImplemented
         return self.turned_and_attended(
             hidden_states, position_embeddings, attention_mask, past_key_values, kwargs
@@ -117,7 +117,7 @@ def _turned(
     settings: dict[str, Any] = (
         {}
         if norm is None
-        else {"weight": norm.weight, "eps": _norm_eps(norm), "weight_offset": offset}
+        else {"weight": norm.weight, "eps": norm_eps(norm), "weight_offset": offset}
     )
     cos, sin = tables
     return rotary(x, cos=cos, sin=sin, dims=cos.shape[-1], interleaved=interleaved, **settings)
@@ -167,7 +167,7 @@ class ProjectionByHead(Turned):
         self: Any, hidden_states: torch.Tensor, attention_mask: Any, layer_past: Any = None,
         position_embeddings: Any = None, **kwargs: Any
     ) -> Any:  # fmt: skip
-        if position_embeddings is None or not _tables_fit(*position_embeddings):
+        if position_embeddings is None or not tables_fit(*position_embeddings):
             return NotImplemented
         return self.turned_and_attended(
             hidden_states, position_embeddings, attention_mask, layer_past, kwargs
@@ -187,7 +187,7 @@ class AdjacentPairs(Turned):  # GPT-J of transformers 5.24
         **kwargs: Any,
     ) -> Any:
         sin, cos = position_embeddings
-        if not _tables_fit(cos, sin):
+        if not tables_fit(cos, sin):
             return NotImplemented
         tables = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
         out, weights = self.turned_and_attended(

@@ -254,11 +254,16 @@ def _remembered(module: torch.nn.Module, bypassed: tuple[code.Reached, ...], res
 
 
 def update_cache(
-    module: Any, cache: Any, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    converted: Any,
+    layer: int,
+    cache: Any,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kwargs: dict[str, Any],
 ) -> Any:
     """Return ``cache.update(...)`` with the call's keywords, for transformers >= 5.24."""
-    more = {"kwargs": kwargs} if module.cache_keyword == "cache" else {}
-    return cache.update(key, value, module.layer_idx, **more)
+    more = {"kwargs": kwargs} if converted.cache_keyword == "cache" else {}
+    return cache.update(key, value, layer, **more)
 
 
 # Keys are classes, or full names for optional libraries. Each module of rules adds entries on

@@ -48,8 +48,8 @@ class Entries:
     """The C++ entry points; each takes all arguments of the public function, by position.
 
     Each returns NotImplemented for a call that Python must compute. The first call of any of them
-    loads the module and sets all attributes. ``post_norm_layer``, ``remember`` and ``recall`` serve
-    converted modules (csrc/fast_path/modules.cpp).
+    loads the module and sets all attributes. From ``post_norm_layer`` on they serve converted
+    modules (csrc/fast_path/modules.cpp and whole_layers.cpp).
     """
 
     attention: Callable[..., Any]
@@ -64,6 +64,8 @@ class Entries:
     append_kv: Callable[..., Any]
     scaled_dot_product_attention: Callable[..., Any]
     post_norm_layer: Callable[..., Any]
+    pre_norm_heads: Callable[..., Any]
+    pre_norm_rest: Callable[..., Any]
     remember: Callable[..., Any]
     recall: Callable[..., Any]
 
