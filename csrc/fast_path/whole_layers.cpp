@@ -2,7 +2,7 @@
 // Whole layers of converted models without gradient and dropout: a post-norm encoder's, such as
 // BERT's, in one call (PostNormLayer of integrations/convert/hugging_face_rules.py), and a pre-norm
 // decoder's, such as GPT-2's and Llama's, in two calls, between which
-// integrations/convert/decoder_rules.py updates the cache.
+// integrations/convert/pre_norm_rules.py updates the cache.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/linear.h>

@@ -22,10 +22,10 @@ import torch
 from ... import _html
 from . import (  # noqa: F401  # they fill RULES
     code,
-    decoder_rules,
     hugging_face_rules,
     long_rules,
     padding_rules,
+    pre_norm_rules,
     probe,
     rotary_rules,
     t5_rules,

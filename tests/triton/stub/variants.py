@@ -44,15 +44,17 @@ def _feature(parameter: Any, argument: Any) -> Any:
     return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
 
 
-def _is_real(argument: Any) -> bool:
-    return isinstance(argument, torch.Tensor) and argument.is_floating_point()
+def _with_gradient(argument: Any) -> Any:
+    real = isinstance(argument, torch.Tensor) and argument.is_floating_point()
+    return argument.detach().requires_grad_() if real else argument
 
 
 def call(name: str, *args: Any, backward: bool = True, **kwargs: Any) -> None:
     """Run an op forward and backward; launches are recorded, not run."""
     op = OPS[name]
-    for tensor in filter(_is_real, (*args, *kwargs.values())):
-        tensor.requires_grad_(backward)
+    if backward:
+        args = tuple(map(_with_gradient, args))
+        kwargs = {name: _with_gradient(argument) for name, argument in kwargs.items()}
     a, _, _ = op.prepare(*args, **kwargs)
     backend = op.backends["triton"]
     with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole layers of pre-norm decoders in two calls of C++, or by their modules."""
+"""Whole layers with a norm before each part in two calls of C++, or by their modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.integrations.convert import decoder_rules as rules
+from pytransformer.integrations.convert import pre_norm_rules as rules
 from pytransformer.ops._core import fast_path
 from support.hugging_face import distance, model_distance_limit
 
@@ -19,27 +19,36 @@ pytestmark = pytest.mark.skipif(
 )
 LAYERS = 2
 LIMIT = model_distance_limit(torch.float32)
-MODELS: dict[str, dict[str, Any]] = {
+DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 48},
     "llama": {"num_key_value_heads": 2},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 5},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
 }
+ENCODERS: dict[str, dict[str, Any]] = {
+    "vit": {},
+    "deit": {},
+    "clip_vision_model": {"hidden_act": "gelu"},
+    "clip_text_model": {"hidden_act": "gelu"},
+    "siglip_vision_model": {},
+}
+MODELS = DECODERS | ENCODERS
 
 
 def build(name: str, attention: str, **more: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     settings = dict(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
-        num_attention_heads=4, max_position_embeddings=90, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_implementation=attention,
+        num_attention_heads=4, max_position_embeddings=90, image_size=24, patch_size=8,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_pdrop=0.0, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_implementation=attention,
     )  # fmt: skip
     config = AutoConfig.for_model(name, **{**settings, **MODELS[name], **more})
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    auto = AutoModelForCausalLM if name in DECODERS else AutoModel
+    model = auto.from_config(config).eval()
     for n, p in model.named_parameters():
         if "norm" in n or "ln_" in n or "bias" in n:  # else ones and zeros
             torch.nn.init.uniform_(p, -1, 1)
@@ -53,7 +62,13 @@ def converted(name: str, **more: Any) -> Any:
 
 
 def layers(model: Any) -> Any:
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    by_path = dict(model.named_modules())
+    (found,) = (
+        by_path[path]
+        for path in ("transformer.h", "model.layers", "layers", "encoder.layers")
+        if path in by_path
+    )
+    return found
 
 
 def batch(length: int = 9) -> dict[str, torch.Tensor]:
@@ -64,11 +79,31 @@ def batch(length: int = 9) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def given(model: Any, length: int = 9) -> dict[str, torch.Tensor]:
+    """Return the arguments of a forward pass."""
+    if model.main_input_name == "pixel_values":
+        torch.manual_seed(length)
+        return {"pixel_values": torch.randn(2, 3, 24, 24, dtype=model.dtype)}
+    return batch(length)
+
+
+def attention_of(layer: Any) -> Any:
+    children = dict(layer.named_children())
+    return next(children[n] for n in ("attn", "self_attn", "attention") if n in children)
+
+
 def run(model: Any, inputs: dict[str, torch.Tensor], tokens: int = 3) -> list[torch.Tensor]:
-    """Return the logits of the prompt, of further tokens and of a call without a cache."""
-    logits, ids, mask = [], inputs["input_ids"], inputs["attention_mask"]
-    visible, cache, new = mask.bool(), None, ids
+    """Return a decoder's logits of the prompt, of further tokens and without a cache.
+
+    An encoder has one output.
+    """
     with torch.no_grad():
+        if not hasattr(model, "lm_head"):
+            out = model(**inputs).last_hidden_state
+            return [out[inputs["attention_mask"].bool()] if "attention_mask" in inputs else out] * 2
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        visible = mask.bool()
+        logits, cache, new = [], None, ids
         for step in range(tokens):
             out = model(new, attention_mask=mask, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
@@ -106,19 +141,21 @@ def test_two_calls_have_the_bits_of_the_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model = converted(name).to(dtype)
-    inputs = batch(length)
+    inputs = given(model, length)
     found = run(model, inputs)
-    assert calls == [True] * 4 * LAYERS
+    each = (4 if name in DECODERS else 1) * LAYERS
+    assert calls == [True] * each
     for entry in ("pre_norm_rest", "pre_norm_heads"):  # after the update of the cache, and before
         monkeypatch.setattr(fast_path.entries, entry, refuse)
         for a, b in zip(found, run(model, inputs)):
             assert torch.equal(a, b)
-    assert calls[4 * LAYERS :] == [True] * 4 * LAYERS + [False] * 4 * LAYERS
+    assert calls[each:] == [True] * each + [False] * each
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_calls_equal_eager(hugging_face: Any, name: str, calls: list[bool]) -> None:
-    for found, expected in zip(run(converted(name), batch()), run(build(name, "eager"), batch())):
+    ours, plain = converted(name), build(name, "eager")
+    for found, expected in zip(run(ours, given(ours)), run(plain, given(plain))):
         assert distance(found, expected) < LIMIT
     assert calls and all(calls)
 
@@ -127,7 +164,7 @@ def test_two_calls_equal_eager(hugging_face: Any, name: str, calls: list[bool]) 
 def test_other_calls_run_the_modules(hugging_face: Any, name: str, calls: list[bool]) -> None:
     """With gradients, dropout, another backend, hooks, or an inner module that is not converted."""
     model = converted(name)
-    inputs = batch()
+    inputs = given(model)
     model(**inputs)
     assert not any(calls)
 
@@ -141,17 +178,24 @@ def test_other_calls_run_the_modules(hugging_face: Any, name: str, calls: list[b
     with pt.use_backend(attention="reference"):
         assert not any(without_gradient())
     layer = layers(model)[1]
-    attend = layer.attn if name == "gpt2" else layer.self_attn
+    attend = attention_of(layer)
     for module in (attend, layer.mlp, next(layer.mlp.children())):
         hook = module.register_forward_hook(lambda *_: None)
         assert without_gradient() == [True, False]
         hook.remove()
     assert without_gradient() == [True, True]
-    if name == "gpt2":
-        attend.attn_dropout.train().p = 0.5
-    else:
-        attend.train().attention_dropout = 0.5
-    assert without_gradient() == [True, False]
+    for where in ("attn_dropout", "resid_dropout", "attention_dropout", "dropout"):
+        for module in (attend, layer):
+            dropout = getattr(module, where, None)
+            if isinstance(dropout, torch.nn.Dropout):
+                dropout.train().p = 0.5
+                assert without_gradient() == [True, False]
+                dropout.eval().p = 0.0
+            elif dropout is not None:
+                setattr(module.train(), where, 0.5)
+                assert without_gradient() == [True, False]
+                setattr(module.eval(), where, dropout)
+    assert without_gradient() == [True, True]
     for kinds, taken in (
         (("block",), False),
         (("block", "norm", "attention", "feed_forward"), True),
@@ -190,28 +234,28 @@ def test_a_change_after_a_call_takes_effect(hugging_face: Any, name: str) -> Non
         inner: lambda layer, inner=inner: _replace(layer, inner)
         for inner in _modules(layers(build(name, "eager"))[-1])
     }
-    attention, network = ("attn", "mlp") if name == "gpt2" else ("self_attn", "mlp")
-    activation = "act" if name == "gpt2" else "act_fn"
-    changes["scaling"] = lambda layer: setattr(getattr(layer, attention), "scaling", 2.0)
-    changes["activation"] = lambda layer: setattr(
-        getattr(layer, network), activation, torch.nn.ReLU()
-    )
-    for inner, module in layers(build(name, "eager"))[-1].named_modules():
+    example = layers(build(name, "eager"))[-1]
+    scaling = "scale" if hasattr(attention_of(example), "scale") else "scaling"
+    changes["scaling"] = lambda layer: setattr(attention_of(layer), scaling, 2.0)
+    (activation,) = (n for n in ("act", "act_fn", "activation_fn") if hasattr(example.mlp, n))
+    changes["activation"] = lambda layer: setattr(layer.mlp, activation, torch.nn.ReLU())
+    for inner, module in example.named_modules():
         for eps in ("eps", "variance_epsilon"):
             if hasattr(module, eps):
                 changes[f"{eps} of {inner}"] = lambda layer, inner=inner, eps=eps: setattr(
-                    layer.get_submodule(inner), eps, 0.5
+                    layer.get_submodule(inner), eps, 20.0
                 )
     for what, change in changes.items():
         plain, ours = build(name, "eager"), converted(name)
         for model in (plain, ours):
             for parameter in layers(model)[-1].parameters():
                 parameter.data.mul_(5)  # so that each change moves the result
-        before = run(ours, batch())
+        inputs = given(ours)
+        before = run(ours, inputs)
         for model in (plain, ours):
             torch.manual_seed(7)
             change(layers(model)[-1])
-        for old, found, expected in zip(before, run(ours, batch()), run(plain, batch())):
+        for old, found, expected in zip(before, run(ours, inputs), run(plain, inputs)):
             assert distance(found, expected) < LIMIT, what
             assert distance(old, expected) > 10 * LIMIT, what
 
@@ -225,7 +269,7 @@ def test_parameters_of_other_shapes_have_the_outcome_of_eager(hugging_face: Any,
         module = layers(model)[0].get_submodule(inner)
         setattr(module, part, torch.nn.Parameter(torch.full(shape, 0.5)))
         try:
-            return run(model, batch(), 2)[1]
+            return run(model, given(model), 2)[1]
         except (RuntimeError, ValueError):
             return None
 
@@ -241,7 +285,21 @@ def test_parameters_of_other_shapes_have_the_outcome_of_eager(hugging_face: Any,
                 ), (inner, part, shape)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_requested_outputs_equal_eager(hugging_face: Any, name: str) -> None:
+    ours, plain = converted(name), build(name, "eager")
+    more = {"output_attentions": True, "output_hidden_states": True}
+    with torch.no_grad():
+        found, expected = (model(**given(model), **more) for model in (ours, plain))
+    rows = given(ours).get("attention_mask", torch.ones(2, found.hidden_states[0].shape[1])).bool()
+    for outputs in ("attentions", "hidden_states"):
+        assert len(found[outputs]) == len(expected[outputs])
+        for a, b in zip(found[outputs], expected[outputs]):
+            by_row = (a.transpose(1, 2), b.transpose(1, 2)) if a.dim() == 4 else (a, b)
+            assert distance(*(t[rows] for t in by_row)) < LIMIT
+
+
+@pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("which", ["static", "offloaded", "growing", "own mask", "attentions"])
 def test_caches_masks_and_requested_outputs_equal_eager(
     hugging_face: Any, name: str, which: str

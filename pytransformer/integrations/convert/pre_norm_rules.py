@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of decoder layers with a norm before each part, such as GPT-2's and Llama's.
+"""Rules of layers with a norm before each part, such as those of GPT-2, Llama and ViT.
 
 The second norm takes the addition before it. Without gradient and dropout, C++ computes a whole
-layer on the CPU in two calls, between which the cache is updated. Calls of inner modules take a
-tenth to a fifth of the time of a token.
+layer on the CPU in two calls, between which a decoder's cache is updated. Calls of inner modules
+take a tenth to a fifth of the time of a decoder's token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...nn import packed
 from ...ops._backends.cpu import linear as cpu
 from ...ops._core import fast_path
 from . import code
-from .hugging_face_rules import _pre_norm, _rule, runs_on_ours, weights_wanted
+from .hugging_face_rules import _rule, runs_on_ours, weights_wanted
 from .modules import (
     activation_name,
     add_norm,
@@ -34,8 +34,43 @@ from .rotary_rules import Heads, RotaryAttention, norm_eps, tables_fit
 from .rules import Converted, Rule, original_class, update_cache
 
 
+def _pre_norm(
+    attention_norm: str,
+    attention: str,
+    network_norm: str,
+    dropout: str | None = None,
+    network: str = "mlp",
+) -> tuple[type, Callable[[Any], str | None]]:
+    """Return mixin and condition of a pre-norm block with a fused add and second norm."""
+
+    by_name = attention == "self_attn"
+
+    class PreNormBlock:
+        def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("encoder_hidden_states") is not None:  # GPT-2 with cross-attention
+                return NotImplemented
+            if by_name:  # required by some attention signatures
+                kwargs.setdefault("attention_mask", None)
+            normed, attend = getattr(self, attention_norm)(hidden_states), getattr(self, attention)
+            # Pass the input as the original does, because a pre-hook receives positional arguments
+            # only.
+            attended = (
+                attend(hidden_states=normed, **kwargs) if by_name else attend(normed, **kwargs)
+            )[0]
+            p = 0.0 if dropout is None else probability(getattr(self, dropout), self.training)
+            normed, stream = add_norm(attended, hidden_states, getattr(self, network_norm), p)
+            out = getattr(self, network)(normed)
+            return stream + (out if dropout is None else getattr(self, dropout)(out))
+
+    def condition(m: Any) -> str | None:
+        reason = fusable_norm(getattr(m, network_norm))
+        return droppable(getattr(m, dropout)) if reason is None and dropout is not None else reason
+
+    return PreNormBlock, condition
+
+
 class Names(NamedTuple):
-    """The attributes of a decoder layer's inner modules."""
+    """The attributes of a layer's inner modules."""
 
     first_norm: str
     attention: str
@@ -47,9 +82,11 @@ class Names(NamedTuple):
     activation: str
     gate: str | None = None
     network: str = "mlp"
+    scaling: str = "scaling"  # of attention
+    dropout: str | None = None  # after attention and the network
 
 
-class DecoderFacts(NamedTuple):
+class LayerFacts(NamedTuple):
     """Hold what a call of a whole layer reads of its modules."""
 
     settings: tuple[Any, ...] | None  # of pre_norm_heads; None: the inner modules must be called
@@ -74,7 +111,7 @@ def _settings(layer: Any, names: Names) -> tuple[Any, ...]:
         not separate,  # Conv1D
         not isinstance(first, torch.nn.LayerNorm),
         attend.head_dim,
-        float(attend.scaling),
+        float(getattr(attend, names.scaling)),
         activation_name(getattr(network, names.activation)),
         norm_eps(first),
         norm_eps(getattr(layer, names.second_norm)),
@@ -83,25 +120,27 @@ def _settings(layer: Any, names: Names) -> tuple[Any, ...]:
 
 
 def _whole_layer(names: Names, known: Callable[[Any], bool], digest: str, **models: str) -> None:
-    """Register the rule of decoder layers. known(layer): C++ may bypass its inner modules."""
-    block, condition = _pre_norm(names.first_norm, names.attention, names.second_norm)
+    """Register the rule of layers. known(layer): C++ may bypass its inner modules."""
+    block, condition = _pre_norm(
+        names.first_norm, names.attention, names.second_norm, names.dropout
+    )
 
-    def facts(layer: Any) -> DecoderFacts:
+    def facts(layer: Any) -> LayerFacts:
         if torch.compiler.is_compiling() or not known(layer):  # it would trace digests
-            return DecoderFacts(None)
+            return LayerFacts(None)
         attend = getattr(layer, names.attention)
         projections = [getattr(attend, name) for name in (*names.projections, names.out)]
         ours = all(isinstance(projection, Converted) for projection in projections)
-        return DecoderFacts(_settings(layer, names), ours)
+        return LayerFacts(_settings(layer, names), ours)
 
-    class WholeDecoderLayer(block):  # type: ignore[misc, valid-type]
+    class WholeLayer(block):  # type: ignore[misc, valid-type]
         def forward(
-            self: Any, hidden_states: torch.Tensor, *, facts: DecoderFacts, **kwargs: Any
+            self: Any, hidden_states: torch.Tensor, *, facts: LayerFacts, **kwargs: Any
         ) -> Any:
             found = _in_two_calls(self, names, hidden_states, facts, kwargs)
             return super().forward(hidden_states, **kwargs) if found is None else found
 
-    rule = Rule("block", "add_norm", WholeDecoderLayer, condition, (digest,), facts=facts)
+    rule = Rule("block", "add_norm", WholeLayer, condition, (digest,), facts=facts)
     _rule(rule, **models)
 
 
@@ -110,7 +149,7 @@ _UNUSED = ("use_cache", "position_ids")
 
 
 def _in_two_calls(
-    layer: Any, names: Names, x: torch.Tensor, facts: DecoderFacts, kwargs: dict[str, Any]
+    layer: Any, names: Names, x: torch.Tensor, facts: LayerFacts, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return the layer's output by C++, or None if it does not take the call."""
     if facts.settings is None or torch.is_grad_enabled():
@@ -122,16 +161,19 @@ def _in_two_calls(
         return None
     attend, cache = getattr(layer, names.attention), kwargs.get(layer.cache_keyword)
     more = {k: v for k, v in kwargs.items() if k not in (*_READ, layer.cache_keyword)}
-    if any(v is not None for k, v in more.items() if k not in _UNUSED):
+    mask = kwargs.get("attention_mask")
+    unused = _UNUSED if mask is None else (*_UNUSED, "is_causal")  # attention reads the mask alone
+    if any(v is not None for k, v in more.items() if k not in unused):
         return None
     cos, sin = kwargs.get("position_embeddings") or (None, None)
     if isinstance(attend, RotaryAttention) != tables_fit(cos, sin):
         return None
-    terms = _terms(kwargs.get("attention_mask"), x.shape[1])
+    terms = _terms(mask, x.shape[1])
     if terms is None or hasattr(cache, "self_attention_cache"):  # of an encoder and a decoder
         return None
     if not runs_on_ours(attend.config) or weights_wanted(kwargs):
         return None
+    x = x.contiguous()  # SigLIP's first layer has transposed patches
     of_layer = (layer, facts.settings, limits.inference if facts.ours else 0)
     heads = fast_path.entries.pre_norm_heads(x, cos, sin, *of_layer)
     if heads is NotImplemented:
@@ -143,7 +185,7 @@ def _in_two_calls(
         out = fast_path.entries.pre_norm_rest(query, key, value, *terms[:3], x, *of_layer)
         if out is not NotImplemented:
             return out
-    return _after_the_cache(layer, names, x, (query, key, value), kwargs.get("attention_mask"))
+    return _after_the_cache(layer, names, x, (query, key, value), mask)
 
 
 class _Terms(NamedTuple):
@@ -174,7 +216,7 @@ def _after_the_cache(
     from ..hugging_face import attention_forward
 
     attend = getattr(layer, names.attention)
-    out, _ = attention_forward(attend, *heads, mask, scaling=attend.scaling)
+    out, _ = attention_forward(attend, *heads, mask, scaling=getattr(attend, names.scaling))
     attended = getattr(attend, names.out)(out.flatten(2))
     normed, stream = add_norm(attended, x, getattr(layer, names.second_norm), 0.0)
     return stream + getattr(layer, names.network)(normed)
@@ -233,17 +275,57 @@ def _llama(layer: Any) -> bool:
     )
 
 
+def _encoder(attention_digest: str, names: Names) -> Callable[[Any], bool]:
+    """Return the check of an encoder's layers, whose attention has this forward."""
+
+    def known(layer: Any) -> bool:
+        attend, network = getattr(layer, names.attention), layer.mlp
+        first = getattr(layer, names.first_norm)
+        dropout = 0.0 if names.dropout is None else getattr(layer, names.dropout)
+        in_attention = attend.dropout if names.dropout is None else attend.attention_dropout
+        reason = first_reason(
+            _unknown(attend, attention_digest),
+            hooked(network),
+            unfusable(*(getattr(attend, name) for name in (*names.projections, names.out))),
+            needs(network.activation_fn, network.fc1, network.fc2),
+            droppable(dropout),
+            fusable_norm(first),
+        )
+        return (
+            reason is None
+            and isinstance(first, Converted)
+            and isinstance(network, Converted)
+            and not attend.is_causal  # SigLIP's passes it on
+            and not probability(dropout, layer.training)
+            and not probability(in_attention, attend.training)
+        )
+
+    return known
+
+
 _whole_layer(
     Names("ln_1", "attn", "ln_2", ("c_attn",), "c_proj", "c_fc", "c_proj", "act"),
     _gpt2, "432950109dec",
     gpt2="GPT2Block",
 )  # fmt: skip
+_SEPARATE = ("q_proj", "k_proj", "v_proj")
 _whole_layer(
     Names(
-        "input_layernorm", "self_attn", "post_attention_layernorm",
-        ("q_proj", "k_proj", "v_proj"), "o_proj", "up_proj", "down_proj", "act_fn", "gate_proj",
+        "input_layernorm", "self_attn", "post_attention_layernorm", _SEPARATE, "o_proj", "up_proj",
+        "down_proj", "act_fn", "gate_proj",
     ),
     _llama, "a02ed755fe70",
     llama="LlamaDecoderLayer", mistral="MistralDecoderLayer", qwen2="Qwen2DecoderLayer",
     qwen3="Qwen3DecoderLayer",
 )  # fmt: skip
+_VIT = Names(
+    "layernorm_before", "attention", "layernorm_after", _SEPARATE, "o_proj", "fc1", "fc2",
+    "activation_fn", dropout="dropout",
+)  # fmt: skip
+_whole_layer(_VIT, _encoder("1c877c6dfbc4", _VIT), "2a2f6daee326", vit="ViTLayer", deit="DeiTLayer")
+_CLIP = Names(
+    "layer_norm1", "self_attn", "layer_norm2", _SEPARATE, "out_proj", "fc1", "fc2",
+    "activation_fn", scaling="scale",
+)  # fmt: skip
+_whole_layer(_CLIP, _encoder("8a23ef00f688", _CLIP), "c3ed0f996d89", clip="CLIPEncoderLayer")
+_whole_layer(_CLIP, _encoder("505903ea2557", _CLIP), "c3ed0f996d89", siglip="SiglipEncoderLayer")
