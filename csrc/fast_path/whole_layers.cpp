@@ -244,12 +244,11 @@ struct PreNormLayer {
     if (parameters[kKey].weight.defined())
       for (int which : {kQuery, kKey, kValue}) found.push_back(projected(normed, which));
     else found = projected(normed, kQuery).chunk(3, -1);
-    for (size_t i = 0; i < found.size(); i++) {
-      found[i] = found[i].view({x.size(0), x.size(1), -1, head_size}).transpose(1, 2);
-      const Tensor& weight = i == 2 ? nothing() : parameters[i ? kKeyNorm : kQueryNorm].weight;
-      const bool scaled = i < 2 && weight.defined();
-      if (i == 2 || (!scaled && !cos.defined())) continue;
-      Rotary::Inputs t{found[i], scaled ? weight : Tensor(), cos, sin};
+    for (Tensor& t : found) t = t.view({x.size(0), x.size(1), -1, head_size}).transpose(1, 2);
+    for (int i : {0, 1}) {
+      const Tensor& weight = parameters[i ? kKeyNorm : kQueryNorm].weight;
+      if (!weight.defined() && !cos.defined()) continue;
+      Rotary::Inputs t{found[i], weight, cos, sin};
       RotaryNumbers n;
       n.eps = head_eps;
       if (!Rotary::complete(t, n) || !Rotary::fits(t, n)) return {};
