@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from support.attention_check import check_slices
+from support.attention_check import check_slices, check_starts
 from support.dropout_check import check_hidden_starts, check_norm_starts
 
 RAW_OP = "attention_fwd"
@@ -26,6 +26,8 @@ def problems() -> Iterator[Problem]:
     yield Problem(
         "sequences and heads, packed", lambda: check_slices("cuda", torch.bfloat16, packed=True)
     )
+    # Tiles of a mask begin before its first key.
+    yield Problem("tiles of a mask", lambda: check_starts("cuda", "none", torch.float16, "tiles"))
     yield Problem("rows", lambda: check_norm_starts("cuda", 33))
     yield Problem("hidden", lambda: check_hidden_starts("cuda", (32,), torch.bfloat16))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sm90_problems
 import torch
+from attention_problems import in_blocks
 from run_problems import Share
 
 import pytransformer as pt
@@ -182,7 +183,34 @@ def test_small_float16_weights_count(schedule: int) -> None:
     assert not report.failures and report.cases == 5, "\n".join(report.failures)
 
 
-@pytest.mark.parametrize("mask", ["none", "padding", "floating"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_bias_tiles_equal_loads(head_dim: int) -> None:
+    """A bias in rows that TMA can address gives the bits of the same bias in other rows."""
+    draw = lambda *shape: torch.randn(*shape, generator=generator)
+    generator = torch.Generator().manual_seed(head_dim)
+    query, key, value = (draw(1, 1, n, head_dim).bfloat16() for n in (140, 200, 200))
+    bias = draw(1, 1, 140, 200).half()
+    bias.masked_fill_(draw(1, 1, 140, 200) > 1, -torch.inf)
+    bias[0, 0, 5, 17], bias[0, 0, 70, 199] = torch.inf, torch.nan
+    in_pairs = draw(1, 1, 140, 202).half()[..., :200].copy_(bias)
+    segments = {"query_segments": torch.arange(140) // 50, "key_segments": torch.arange(200) // 60}
+    for keywords in (
+        {"causal": "bottom_right", "window": (90, 40), "softcap": 5.0},
+        {"attn_mask": draw(1, 1, 140, 200) > -0.5, "dropout_p": 0.2, "dropout_seed": 3},
+        {"attn_mask": in_blocks(draw, (1, 1, 140, 200), 128, 128)},
+        {name: ids[None] for name, ids in segments.items()},
+    ):
+        tiles, loads = (
+            pt.attention(
+                query, key, value, bias=b, **keywords, return_lse=True, backend="cuda", strict=True
+            )
+            for b in (bias, in_pairs)
+        )
+        for a, b in zip(tiles, loads):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "floating", "tiles"])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 def test_starts_select_a_tile_of_a_larger_problem(causal: str, mask: str) -> None:
     """KV tiles begin at dropout groups before the first key, as do words of key padding."""

@@ -277,6 +277,15 @@ FAULTS = (
         "wide, mask",
     ),
     TextFault(
+        "tiles_of_the_first_heads_bias",
+        "cuda/attention/sm90/fwd.cuh",
+        "d.head ? w.h",
+        "d.head && !PT_FAULT(tiles_of_the_first_heads_bias) ? w.h",
+        "sm90_problems",
+        "sm90",
+        "rows of f16 bias",
+    ),
+    TextFault(
         "dropout_left_out_of_dp",
         "cuda/attention/sm90/bwd_fused.cuh",
         "clear_elements(dp",
@@ -515,14 +524,6 @@ FAULTS = (
         "append_problems",
         "portable",
         "whole rows in pages",
-    ),
-    TextFault(
-        "a_step_left_out_of_a_rows_sum",
-        "cuda/tile/reduce.cuh",
-        "(d < lanes)",
-        "(d < (PT_FAULT(a_step_left_out_of_a_rows_sum) ? lanes / 2 : lanes))",
-        "layer_norm_problems",
-        "portable",
     ),
     TextFault(
         "the_largest_of_half_a_row",

@@ -215,6 +215,7 @@ struct Sm90Plan {
   uint32_t smem_bytes;
   TileOrder order;
   int64_t blocks;
+  int dense_tiles = 0;  // forward: loaded by TMA: 1 the mask, 2 the bias, 0 none
 };
 
 // Return the head size class of query and value, 0 for none. TMA writes zeros to panels of 64
@@ -332,6 +333,13 @@ constexpr bool draws_once_for(int heads, int length) {
 }
 static_assert(draws_once_for(16, 8192) && !draws_once_for(16, 8193) && !draws_once_for(17, 8192));
 
+// Return true if TMA can load a floating-point mask or bias. A row for all queries stays in L1.
+inline bool tiled(const Dense& d) {
+  return d.data && (d.type == DenseType::bf16 || d.type == DenseType::f16) && d.key == 1 &&
+         d.query && reinterpret_cast<uintptr_t>(d.data) % 16 == 0 && d.query % 8 == 0 &&
+         d.head % 8 == 0 && d.batch % 8 == 0;
+}
+
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
   const AttentionProblem& p = f.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}),
@@ -355,9 +363,14 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
         "2^31";
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
+  const bool has_bits = p.blocks.bits || (p.mask.data && p.mask.type == DenseType::boolean),
+             holds_both = sm90_holds_bits_and_dense(plan.tile);
+  if (!has_bits || holds_both) plan.dense_tiles = tiled(p.mask) ? 1 : tiled(p.bias) ? 2 : 0;
   const auto order = [&](const Sm90Tile& tile, bool may_pair) {
     const int64_t tiles = (p.num_queries + tile.rows() - 1) / tile.rows();
-    plan.tile = tile, plan.smem_bytes = sm90_forward_smem(tile, plan.elementwise_mask);
+    plan.tile = tile;
+    plan.smem_bytes = sm90_forward_smem(
+        tile, plan.elementwise_mask && (holds_both || !plan.dense_tiles), plan.dense_tiles);
     order_tiles(plan, p, tiles, int64_t(p.sequences) * p.heads, p.group, multiprocessors, may_pair);
   };
   order(plan.tile, true);

@@ -71,20 +71,23 @@ def check_starts(
     """Assert that a part of a longer sequence uses absolute indices, forward and backward.
 
     This covers visibility, biases and dropout. The mask uses the part's indices: "none", "padding"
-    that hides some keys from all queries, or "floating" with a gradient.
+    that hides some keys from all queries, "floating" in float32 with a gradient, or "tiles", a
+    floating one in `dtype` that TMA can load.
     """
     from pytransformer.ops.attention import attention_op
     from pytransformer.ops.masks import RelativePositionBias
 
     query, key, value = (
-        torch.randn(2, 2, n, 24, dtype=dtype, requires_grad=True) for n in (45, 70, 70)
+        torch.randn(2, 2, n, 24, dtype=dtype, requires_grad=True) for n in (45, 72, 72)
     )
     table = torch.randn(8, 2, requires_grad=True)
     bias = RelativePositionBias(table, bidirectional=True, max_distance=20)
     lengths = {"query_lengths": torch.tensor([130, 100]), "key_lengths": torch.tensor([110, 97])}
-    floating = torch.randn(1, 2, 45, 70, requires_grad=True)
-    mask = {"none": None, "padding": torch.rand(2, 1, 1, 70) > 0.2, "floating": floating}[mask_kind]
-    inputs = [query, key, value, table, *([floating] if mask_kind == "floating" else [])]
+    floating = torch.randn(
+        1, 2, 45, 72, dtype=dtype if mask_kind == "tiles" else torch.float32, requires_grad=True
+    )
+    mask = {"none": None, "padding": torch.rand(2, 1, 1, 72) > 0.2}.get(mask_kind, floating)
+    inputs = [query, key, value, table, *([floating] if mask is floating else [])]
     results = {}
     for name in ("reference", backend):
         a, _, _ = attention_op.prepare(

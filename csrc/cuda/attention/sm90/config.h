@@ -93,16 +93,29 @@ constexpr uint32_t sm90_mask_loader_smem(const Sm90Tile& t, bool keys, bool has_
 constexpr int sm90_num_row_stats(bool has_score_mod, bool elementwise_mask) {
   return has_score_mod && elementwise_mask ? 3 : 2;
 }
+constexpr uint32_t kSm90MaxSmem = 232448;  // per block
 // The forward's bits of a tile, in boxes of 128 keys (16 bytes) even if a tile has fewer.
 constexpr int kSm90BitColumns = 8;  // of 16 bits
 constexpr uint32_t sm90_bit_box_bytes(int rows) { return uint32_t(rows * kSm90BitColumns * 2); }
-// Forward: Q; K, V; bits with an elementwise mask; notes. bwd_dq: Q, dO; K, V; sums with score_mod;
-// mask loader buffers. bwd_dkdv: K, V; Q, dO, row stats; mask loader buffers.
-constexpr uint32_t sm90_forward_smem(const Sm90Tile& t, bool elementwise_mask = false) {
-  return kSm90Slack + t.own_bytes() + t.streamed_bytes() +
-         (elementwise_mask ? t.stages * sm90_bit_box_bytes(t.rows()) : 0) +
-         kSm90BarrierBytes * uint32_t(1 + 3 * t.stages + t.second_stages());
+constexpr uint32_t sm90_bits_bytes(const Sm90Tile& t) {
+  return t.stages * sm90_bit_box_bytes(t.rows());
 }
+// The forward's tiles of a mask or bias.
+constexpr uint32_t sm90_dense_bytes(const Sm90Tile& t) {
+  return uint32_t(t.stages * t.rows() * t.streamed * 2);
+}
+// Forward: Q; K, V; barriers and notes; with an elementwise mask bits; dense tiles, in place of the
+// bits if there is no room for both.
+constexpr uint32_t kSm90ForwardBarriers = 1024;  // swizzled tiles follow
+constexpr uint32_t sm90_forward_smem(const Sm90Tile& t, bool bits = false, bool dense = false) {
+  return kSm90Slack + t.own_bytes() + t.streamed_bytes() + kSm90ForwardBarriers +
+         (bits ? sm90_bits_bytes(t) : 0) + (dense ? sm90_dense_bytes(t) : 0);
+}
+constexpr bool sm90_holds_bits_and_dense(const Sm90Tile& t) {
+  return sm90_forward_smem(t, true, true) <= kSm90MaxSmem;
+}
+// bwd_dq: Q, dO; K, V; sums with score_mod; mask loader buffers. bwd_dkdv: K, V; Q, dO, row stats;
+// mask loader buffers.
 constexpr uint32_t sm90_bwd_dq_smem(const Sm90Tile& t, bool has_score_mod,
                                     bool elementwise_mask = false) {
   return kSm90Slack + 2 * t.own_bytes() + t.streamed_bytes() +
@@ -124,17 +137,15 @@ constexpr uint32_t sm90_bwd_dkdv_smem(const Sm90Tile& t, bool has_score_mod = fa
 
 // sums: accumulators and fragments of a lane that are live at once.
 constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
-  constexpr uint32_t kMaxSmem = 232448;  // per block
-  constexpr int kSpare = 8;              // for addresses, bounds and row stats
+  constexpr int kSpare = 8;  // for addresses, bounds and row stats
   // setmaxnreg redistributes the registers of the launch.
   const int launched = 65536 / t.threads() / 8 * 8 * (t.consumers + 1);
-  return smem <= kMaxSmem && sums + kSpare <= t.consumer_registers && t.streamed % 16 == 0 &&
+  return smem <= kSm90MaxSmem && sums + kSpare <= t.consumer_registers && t.streamed % 16 == 0 &&
          t.producer_registers + t.consumers * t.consumer_registers <= launched;
 }
 // Live: S, P, O.
-constexpr bool sm90_forward_fits(const Sm90Tile& t, bool elementwise_mask = true) {
-  return sm90_fits(t, sm90_forward_smem(t, elementwise_mask),
-                   t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
+constexpr bool sm90_forward_fits(const Sm90Tile& t) {
+  return sm90_fits(t, sm90_forward_smem(t, true), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
 }
 static_assert(sm90_forward_fits(sm90_forward_tile(64)) &&
               sm90_forward_fits(sm90_forward_tile(128)));

@@ -17,12 +17,14 @@ namespace pt::cuda {
 struct Sm90Forward {
   ptx::TensorMap q, k, v;  // (D, rows, heads, sequences)
   ptx::TensorMap bits;     // with an elementwise mask: see map_bits
+  ptx::TensorMap dense;    // see map_dense
   AttentionForward f;
   TileOrder order;
+  int dense_tiles;  // see Sm90Plan
 };
 
 struct NoMaskLoader {
-  PT_DEVICE explicit NoMaskLoader(const AttentionProblem&) {}
+  PT_DEVICE NoMaskLoader(const AttentionProblem&, int) {}
 };
 
 template <class T, class K>
@@ -42,8 +44,13 @@ struct Sm90ForwardBlock {
   RingKv k, v;
   using Notes = TileNotes<kTile.stages, BM, BN>;
   Notes notes;  // with an elementwise mask
+  // tiles of a floating-point mask or bias
+  static constexpr bool kDense = K::has_score_mod && K::elementwise_mask;
+  using RingDense = Ring<kTile.stages, BM, BN / 64>;
+  RingDense dense;
 
   using Work = QueryWork<BM, BN>;
+  using Masks = std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader>;
 
   PT_DEVICE void begin() const {
     ptx::prefetch_tensor_map(args.q);
@@ -52,6 +59,10 @@ struct Sm90ForwardBlock {
     q.init(1, kConsumers, "q_full", "q_empty");
     k.init(1, kConsumers, "k_full", "k_empty");
     v.init(1, kConsumers, "v_full", "v_empty");
+    if (has_dense()) {
+      ptx::prefetch_tensor_map(args.dense);
+      dense.init(1, 4 * kConsumers, "dense_full", "dense_empty");
+    }
     if (K::elementwise_mask) {
       if (has_bits(args.f.p)) ptx::prefetch_tensor_map(args.bits);
       notes.init(1, 4 * kConsumers, "notes_full", "notes_empty");
@@ -68,6 +79,7 @@ struct Sm90ForwardBlock {
       const auto load = [&](int t, bool first) {
         k.load(stream_iter, args.k, row + t * BN, w.h / p.group, batch);
         if (first) q.load(tile_iter++, args.q, int(w.s.row_q) + w.i0, w.h, batch);
+        if (has_dense()) load_dense(stream_iter, w, w.origin + t * BN);
         v.load(stream_iter, args.v, row + t * BN, w.h / p.group, batch);
         ++stream_iter;
       };
@@ -203,6 +215,25 @@ struct Sm90ForwardBlock {
     mask_loader.load(w, first, K::has_score_mod);
   }
 
+  PT_DEVICE bool has_dense() const { return kDense && args.dense_tiles; }
+  PT_DEVICE void load_dense(int n, const Work& w, int first) const {
+    const Dense& d = args.dense_tiles == 1 ? args.f.p.mask : args.f.p.bias;
+    dense.producer_acquire(n);
+    dense.producer_commit(n, RingDense::kBytes);
+    PT_UNROLL
+    for (int c = 0; c < BN / 64; ++c)
+      ptx::tma_load_4d(dense.buffer(n) + c * RingDense::kPanelBytes, args.dense, dense.full(n),
+                       first + 64 * c, w.i0, d.head ? w.h : 0, d.batch ? w.b : 0);
+  }
+  PT_DEVICE void await_dense(int n) const {
+    if (has_dense()) dense.consumer_wait(n);
+  }
+  PT_DEVICE void release_dense(int n) const {
+    if (!has_dense()) return;
+    ptx::fence_proxy_async();  // TMA overwrites the tile
+    consumer_release_warp(dense, n);
+  }
+
   // Wait for K of the next tile before the wait for the gemms that overlap the softmax: without a
   // branch in between, ptxas moves the softmax behind that wait.
   PT_DEVICE void await_keys(int n, bool more) const {
@@ -218,15 +249,13 @@ struct Sm90ForwardBlock {
     if (consumer() == 1) scheduler_barrier_arrive();
     for_each_tile_or_pair<kMayPair>(args.order, [&](int n) {
       const Work w(p, args.order, n);
-      // recomputed: saves a register
-      const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };
+      const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };  // saves a register
       const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
       const Range whole = w.whole(p), keep = w.rows_to_keep(p);
       float s[BN / 2], o[D / 2];
       uint32_t weights[BN / 16][4];
       Rows rows;
-      [[maybe_unused]] std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader>
-          mask_loader(p);
+      [[maybe_unused]] Masks mask_loader(p, kDense ? args.dense_tiles : 0);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
       // Padding gaps: their keys are looked up where needed. The mask loader has them as bits.
@@ -245,14 +274,16 @@ struct Sm90ForwardBlock {
         if (K::drops_by_bits && score_mod.has_keep_bits())
           kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
       };
-      // Turn scores into weights; `first` is the tile's first key.
-      const auto weigh = [&](int first) {
+      // Turn scores of a tile into weights; `first` is its first key.
+      const auto weigh = [&](int use, int first) {
+        await_dense(use);
         if constexpr (K::has_score_mod)
           in_pieces<kPiece>(s, row(), first, [&](float (&x)[kPiece][4], const Place& place, int c) {
             float unused[kPiece][4];
             score_mod.apply(x, unused, place, kAllColumns);
-            if constexpr (K::elementwise_mask) mask_loader.add(w, x, first, c);
+            if constexpr (K::elementwise_mask) mask_loader.add(w, x, first, c, dense.buffer(use));
           });
+        release_dense(use);
         if constexpr (K::elementwise_mask) {
           mask_loader.hide(s);
         } else if (first < whole.lo || first + BN > whole.hi) {
@@ -288,7 +319,7 @@ struct Sm90ForwardBlock {
         ptx::wgmma_wait<0>();
         consumer_release_warpgroup(k, stream_iter);
         if (!more) consumer_release_warpgroup(q, tile_iter);
-        weigh(first);
+        weigh(stream_iter, first);
         await_keys(stream_iter + 1, more);
         pack(first);
         for (; more; ++stream_iter) {
@@ -304,7 +335,7 @@ struct Sm90ForwardBlock {
           ptx::wgmma_wait<1>();
           consumer_release_warpgroup(k, stream_iter + 1);
           if (!more) consumer_release_warpgroup(q, tile_iter);
-          weigh(first);
+          weigh(stream_iter + 1, first);
           await_keys(stream_iter + 2, more);
           ptx::wgmma_wait<0>();
           consumer_release_warpgroup(v, stream_iter);
@@ -325,19 +356,26 @@ struct Sm90ForwardBlock {
 
   static PT_DEVICE void run(const Sm90Forward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
+    static_assert(BM == MaskLoader<D, BN>::kTiledRows || !kDense);
     constexpr uint32_t kKeys = RingQ::kBufferBytes, kValues = kKeys + RingKv::kBufferBytes,
-                       kBits = kValues + RingKv::kBufferBytes,
-                       kBarriers =
-                           kBits +
-                           (K::elementwise_mask ? kTile.stages * sm90_bit_box_bytes(BM) : 0);
-    constexpr uint32_t kNotes = kBarriers + RingQ::kBarrierBytes + 2 * RingKv::kBarrierBytes;
-    static_assert(kSm90Slack + kNotes + Notes::kBufferBytes + Notes::kBarrierBytes ==
-                  sm90_forward_smem(kTile, K::elementwise_mask));
-    const uint32_t bars = base + kBarriers;
-    const Sm90ForwardBlock block{
-        args, RingQ(base, bars), RingKv(base + kKeys, bars + RingQ::kBarrierBytes),
-        RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes),
-        Notes(base + kNotes, base + kNotes + Notes::kBufferBytes, base + kBits)};
+                       kBarriers = kValues + RingKv::kBufferBytes,
+                       kKeyBarriers = kBarriers + RingQ::kBarrierBytes,
+                       kValueBarriers = kKeyBarriers + RingKv::kBarrierBytes,
+                       kDenseBarriers = kValueBarriers + RingKv::kBarrierBytes,
+                       kNotes = kDenseBarriers + RingDense::kBarrierBytes,
+                       kNoteBarriers = kNotes + Notes::kBufferBytes,
+                       kBits = kBarriers + kSm90ForwardBarriers,
+                       kTiles =
+                           kBits + (sm90_holds_bits_and_dense(kTile) ? sm90_bits_bytes(kTile) : 0);
+    static_assert(kNoteBarriers + Notes::kBarrierBytes <= kBits &&
+                  kSm90Slack + kBits == sm90_forward_smem(kTile) &&
+                  RingDense::kBufferBytes == sm90_dense_bytes(kTile));
+    const Sm90ForwardBlock block{args,
+                                 RingQ(base, base + kBarriers),
+                                 RingKv(base + kKeys, base + kKeyBarriers),
+                                 RingKv(base + kValues, base + kValueBarriers),
+                                 Notes(base + kNotes, base + kNoteBarriers, base + kBits),
+                                 RingDense(base + kTiles, base + kDenseBarriers)};
     run_block(block);
   }
 };
@@ -359,8 +397,10 @@ void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream)
                          map_rows(p, p.k, true, p.head_dim, kTile.streamed),
                          map_rows(p, p.v, true, p.value_dim, kTile.streamed),
                          K::elementwise_mask ? map_bits(p, rows) : ptx::TensorMap{},
+                         map_dense(p, plan.dense_tiles, rows),
                          f,
-                         plan.order};
+                         plan.order,
+                         plan.dense_tiles};
   launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(),
          plan.smem_bytes, stream, args);
 }

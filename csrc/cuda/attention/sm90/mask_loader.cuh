@@ -7,9 +7,9 @@
 // boolean masks and of partial blocks come with the notes, by TMA (TileNotes). Consumers load what
 // else hides or changes pairs during the scores' gemm (MaskLoader). Hidden pairs become bits there:
 // for a lane's row r (0 or 1), bit 2 j + e is column e of its two in n-block j. Floating-point
-// masks and biases are loaded in pairs, of which a lane holds 16 or 32 words until the scores are
-// complete: 64 or 128 columns in 16 bits, half as many in float32. Unpaired ones, and a second one,
-// are loaded element by element.
+// masks and biases come in tiles by TMA if TMA can address them. Others are loaded in pairs, of
+// which a lane holds 16 or 32 words until the scores are complete: 64 or 128 columns in 16 bits,
+// half as many in float32. Unpaired ones, and a second one, are loaded element by element.
 //
 // Backward. Per iteration idle warps of the producer write the tile's visible mask to shared
 // memory, one bit per pair, bounds included (BackwardMaskLoader). Consumers load one word per 32
@@ -20,6 +20,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/tile.cuh"
+#include "cuda/ptx/matrix.cuh"
 
 namespace pt::cuda {
 
@@ -89,6 +90,20 @@ inline ptx::TensorMap map_bits(const AttentionProblem& p, int rows) {
   }
   // without bits, and without a partial block, nothing is loaded
   return t.data && t.dim[1] ? tensor_map(t, uint32_t(rows), kSm90BitColumns) : ptx::TensorMap{};
+}
+
+// Map the floating-point mask or bias in `tiles`, 1 or 2, in boxes of 64 keys by `rows` queries.
+inline ptx::TensorMap map_dense(const AttentionProblem& p, int tiles, int rows) {
+  if (!tiles) return {};
+  const Dense& d = tiles == 1 ? p.mask : p.bias;
+  const auto dim = [](int64_t stride, int size) { return uint64_t(stride ? size : 1); };
+  return tensor_map({d.data,
+                     d.type == DenseType::bf16 ? DType::bf16 : DType::f16,
+                     4,
+                     {uint64_t(p.num_keys), uint64_t(p.num_queries), dim(d.head, p.heads),
+                      dim(d.batch, p.sequences)},
+                     {1, uint64_t(d.query), uint64_t(d.head), uint64_t(d.batch)}},
+                    uint32_t(rows));
 }
 
 // A KV tile's note. masked: bits came with it; more: another tile follows.
@@ -164,12 +179,15 @@ class MaskLoader {
 
  public:
   static constexpr int kPiece = kEarly ? 4 : 2;  // n-blocks per call of add()
+  static constexpr int kTiledRows = 128;         // of a tile
   uint32_t visible[2];
 
-  PT_DEVICE explicit MaskLoader(const AttentionProblem& p)
-      : p_(p), paired_(paired(p.mask)   ? 1
-                       : paired(p.bias) ? 2
-                                        : 0) {}
+  // tiled: 1 if tiles of the mask, 2 if tiles of the bias are in shared memory
+  PT_DEVICE explicit MaskLoader(const AttentionProblem& p, int tiled = 0)
+      : p_(p), tiled_(tiled), paired_(tiled            ? tiled
+                                      : paired(p.mask) ? 1
+                                      : paired(p.bias) ? 2
+                                                       : 0) {}
 
   // Start with the bounds of the keys from `first` on; every row sees the keys in `whole`. Work:
   // QueryWork.
@@ -216,16 +234,17 @@ class MaskLoader {
   template <class Work>
   PT_DEVICE void load(const Work& w, int first, bool adds) {
     const int column = first + 2 * (lane_id() % 4);
-    if (kEarly && adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
+    if (kEarly && adds && paired_ && !tiled_)
+      load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
     if (p_.query_segments) hide_segments(w, column), partial_ = true;
     if (w.s.padding_gaps) hide_keys(w, column);
   }
 
   // Add floating-point masks and biases to x, scores in natural units of the columns from n-block c
   // of the tile on, whose first key is `first`; -inf for hidden pairs. Call it for all pieces in
-  // order.
+  // order. `tile`: shared memory with the tile of what is tiled.
   template <class Work>
-  PT_DEVICE void add(const Work& w, float (&x)[kPiece][4], int first, int c) {
+  PT_DEVICE void add(const Work& w, float (&x)[kPiece][4], int first, int c, uint32_t tile = 0) {
     const int column = first + 2 * (lane_id() % 4);
     if (paired_) {
       const Dense& d = paired_ == 1 ? p_.mask : p_.bias;
@@ -234,7 +253,10 @@ class MaskLoader {
         add_each(
             x, [&](int n, int r) { return ptx::bits_float(raw_[(4 * (c + n) + r) % kRawWords]); });
       } else {
-        if ((c > 0 || !kEarly) && c % (kRawWords / 2) == 0) load_pairs(w, d, column, c);
+        if (c % (kRawWords / 2) == 0) {
+          if (tiled_) load_tile(tile, c);
+          else if (c > 0 || !kEarly) load_pairs(w, d, column, c);
+        }
         const auto pair = [&](int n, int r) {
           return uint16_t(raw_[(2 * (c + n) + r / 2) % kRawWords] >> 16 * (r % 2));
         };
@@ -291,8 +313,20 @@ class MaskLoader {
     });
   }
 
-  // Load the lane's pairs of columns, the first at `column`, from n-block c on, as many as are
-  // held.
+  // Load the lane's pairs of columns from n-block c on, as many as are held, from a tile of panels.
+  // One ldmatrix loads n-blocks n and n + 1 of the warp's 16 rows; n is even, so a xor swizzles it.
+  PT_DEVICE void load_tile(uint32_t tile, int c) {
+    tile += swizzle128(warp_row() + lane_id() % 16, lane_id() / 16);
+    PT_UNROLL
+    for (int i = 0; i < kRawWords; i += 4) {
+      const int n = c + i / 2, panel = n / 8 * kTiledRows * kSwizzleRow;
+      uint32_t words[4];
+      ptx::ldmatrix_x4((tile ^ n % 8 << 4) + panel, words);
+      PT_UNROLL
+      for (int j = 0; j < 4; ++j) raw_[i + j] = words[j];
+    }
+  }
+  // Load them from global memory, the first at `column`.
   template <class Work>
   PT_DEVICE void load_pairs(const Work& w, const Dense& d, int column, int c) {
     PT_UNROLL
@@ -367,6 +401,7 @@ class MaskLoader {
   }
 
   const AttentionProblem& p_;
+  int tiled_;
   int paired_;    // loaded in pairs: 1 the mask, 2 the bias, 0 none
   bool partial_;  // some pair may be hidden by bits
   uint32_t raw_[kRawWords];
