@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whole layers of converted models without gradient and dropout: a post-norm encoder's, such as
-// BERT's, in one call (PostNormLayer of integrations/convert/hugging_face_rules.py), and a pre-norm
-// decoder's, such as GPT-2's and Llama's, in two calls, between which
-// integrations/convert/pre_norm_rules.py updates the cache.
+// Whole layers of converted models without gradient and dropout: a post-norm layer, such as BERT's,
+// in one call (PostNormLayer of integrations/convert/hugging_face_rules.py), and a pre-norm layer,
+// such as GPT-2's, Llama's and ViT's, in two calls, between which
+// integrations/convert/pre_norm_rules.py updates a decoder's cache.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/linear.h>
@@ -81,13 +81,52 @@ Tensor project(const Tensor& x, const WeightAndBias& p, int64_t max_rows, bool a
   return at::addmm(p.bias, matrix(x), p.weight).view(shape);
 }
 
+// Run a norm over the last dimension; nothing if it refuses its arguments.
+template <class Which>
+std::optional<typename Norm<Which>::Outputs> run_norm(typename Norm<Which>::Inputs t, double eps,
+                                                      bool rms = false) {
+  NormNumbers n;
+  n.eps = eps, n.rms = rms;
+  if (!Norm<Which>::complete(t, n) || !Norm<Which>::fits(t, n)) return std::nullopt;
+  return run<Norm<Which>>(t, n, 1);
+}
+
+// Likewise the network; an undefined gate is absent.
+std::optional<Tensor> run_network(const Tensor& x, const WeightAndBias& first,
+                                  const WeightAndBias& second, const WeightAndBias& gate,
+                                  int64_t activation) {
+  FeedForward::Inputs t{x,           first.weight, first.bias, second.weight,
+                        second.bias, gate.weight,  gate.bias};
+  FeedForward::Numbers n;
+  n.activation = activation;
+  if (!FeedForward::fits(t, n)) return std::nullopt;
+  const auto found = run<FeedForward>(t, n, 1);
+  return found ? std::optional((*found)[0]) : std::nullopt;
+}
+
+template <class F>
+auto quietly(const F& compute) {
+  const WithoutGil others_run;
+  try {
+    return compute();
+  } catch (const std::exception&) { return decltype(compute())(); }  // Python raises the error
+}
+
+// Return a layer's output to Python, or NotImplemented if it is undefined.
+template <class F>
+PyObject* output(const Reader& read, const F& compute) {
+  if (!read) Py_RETURN_NOTIMPLEMENTED;
+  Tensor out = quietly(compute);
+  if (!out.defined()) Py_RETURN_NOTIMPLEMENTED;
+  return THPVariable_Wrap(std::move(out));
+}
+
 struct PostNormLayer {
   Tensor x, mask;
   enum { kQuery, kKey, kValue, kOut, kNorm, kFirst, kSecond, kLastNorm, kModules };
   std::array<WeightAndBias, kModules> parameters;
   double scale = 1, eps[2] = {};
-  int64_t head_size = 0, max_rows = 0;
-  FeedForward::Numbers network;
+  int64_t head_size = 0, max_rows = 0, activation = 0;
 
   bool fits() const {
     const Tensor& w = parameters[kQuery].weight;
@@ -118,20 +157,9 @@ struct PostNormLayer {
   }
 
   std::optional<Tensor> add_norm(const Tensor& sublayer, const Tensor& residual, int norm) const {
-    using Op = Norm<AddNorm>;
-    Op::Inputs t{sublayer, residual, parameters[norm].weight, parameters[norm].bias};
-    Op::Numbers n;
-    n.eps = eps[norm == kLastNorm];
-    if (!Op::complete(t, n) || !Op::fits(t, n)) return std::nullopt;
-    const auto found = run<Op>(t, n, 2);
-    return found ? std::optional((*found)[0]) : std::nullopt;
-  }
-
-  std::optional<Tensor> feed_forward(const Tensor& h) const {
-    const auto &first = parameters[kFirst], &second = parameters[kSecond];
-    FeedForward::Inputs t{h, first.weight, first.bias, second.weight, second.bias};
-    if (!FeedForward::fits(t, network)) return std::nullopt;
-    const auto found = run<FeedForward>(t, network, 1);
+    const WeightAndBias& p = parameters[norm];
+    const auto found =
+        run_norm<AddNorm>({sublayer, residual, p.weight, p.bias}, eps[norm == kLastNorm]);
     return found ? std::optional((*found)[0]) : std::nullopt;
   }
 
@@ -141,7 +169,7 @@ struct PostNormLayer {
     if (!attended) return {};
     const auto h = add_norm(*attended, x, kNorm);
     if (!h) return {};
-    const auto out = feed_forward(*h);
+    const auto out = run_network(*h, parameters[kFirst], parameters[kSecond], {}, activation);
     if (!out) return {};
     return add_norm(*out, *h, kLastNorm).value_or(Tensor());
   }
@@ -218,25 +246,16 @@ struct PreNormLayer {
   Tensor projected(const Tensor& from, int which) const {
     return project(from, parameters[which], max_rows, along_k);
   }
-  template <class Which>
-  std::optional<typename Norm<Which>::Outputs> norm(typename Norm<Which>::Inputs t,
-                                                    int which) const {
-    NormNumbers n;
-    n.eps = eps[which == kSecondNorm], n.rms = rms;
-    if (!Norm<Which>::complete(t, n) || !Norm<Which>::fits(t, n)) return std::nullopt;
-    return run<Norm<Which>>(t, n, 1);
-  }
-
   // Return queries, keys and values, (B, H, L, D), rotated by tables (B or 1, L, dims) if they are
   // given; nothing if an op refuses its arguments.
   variable_list heads(const Tensor& cos, const Tensor& sin) const {
     const WeightAndBias& p = parameters[kFirstNorm];
     const auto normed = [&]() -> Tensor {
       if (rms) {
-        const auto found = norm<RmsNorm>({x, p.weight}, kFirstNorm);
+        const auto found = run_norm<RmsNorm>({x, p.weight}, eps[0], rms);
         return found ? (*found)[0] : Tensor();
       }
-      const auto found = norm<LayerNorm>({x, p.weight, p.bias}, kFirstNorm);
+      const auto found = run_norm<LayerNorm>({x, p.weight, p.bias}, eps[0]);
       return found ? (*found)[0] : Tensor();
     }();
     if (!normed.defined()) return {};
@@ -270,15 +289,7 @@ struct PreNormLayer {
       }
       return projected(hidden, kSecond);
     }
-    const auto &first = parameters[kFirst], &second = parameters[kSecond],
-               &gate = parameters[kGate];
-    FeedForward::Inputs t{h,           first.weight, first.bias, second.weight,
-                          second.bias, gate.weight,  gate.bias};
-    FeedForward::Numbers n;
-    n.activation = activation;
-    if (!FeedForward::fits(t, n)) return std::nullopt;
-    const auto found = run<FeedForward>(t, n, 1);
-    return found ? std::optional((*found)[0]) : std::nullopt;
+    return run_network(h, parameters[kFirst], parameters[kSecond], parameters[kGate], activation);
   }
 
   // Return the layer's output from the heads and the mask; undefined if an op refuses.
@@ -289,20 +300,12 @@ struct PreNormLayer {
     if (!attended) return {};
     const Tensor out = (*attended)[0].transpose(1, 2).reshape({x.size(0), x.size(1), -1});
     const WeightAndBias& p = parameters[kSecondNorm];
-    const auto sums = norm<AddNorm>({projected(out, kOut), x, p.weight, p.bias}, kSecondNorm);
+    const auto sums = run_norm<AddNorm>({projected(out, kOut), x, p.weight, p.bias}, eps[1], rms);
     if (!sums) return {};
     const auto networked = network((*sums)[AddNorm::kOut]);
     return networked ? (*sums)[AddNorm::kStream] + *networked : Tensor();
   }
 };
-
-template <class F>
-auto quietly(const F& run) {
-  const WithoutGil others_run;
-  try {
-    return run();
-  } catch (const std::exception&) { return decltype(run())(); }  // Python raises the error
-}
 
 }  // namespace
 
@@ -317,15 +320,12 @@ FAST_PATH_ENTRY(post_norm_layer) {
   layer.x = read.tensor(a[0]), layer.mask = read.tensor_or_none(a[1]);
   const auto setting = [&](int i) { return PyTuple_GET_ITEM(a[3], i); };
   layer.scale = read.number(setting(1)), layer.head_size = read.natural(setting(2));
-  layer.network.activation = read.choice(setting(3), kActivationNames);
+  layer.activation = read.choice(setting(3), kActivationNames);
   layer.eps[0] = read.number(setting(4)), layer.eps[1] = read.number(setting(5));
   layer.max_rows = read.natural(a[4]);
   layer.parameters = read_modules<PostNormLayer::kModules>(read, a[2], setting(0));
   read.require(read && layer.x.is_cpu() && !needs_gradient({layer.x, layer.mask}));
-  if (!read) Py_RETURN_NOTIMPLEMENTED;
-  Tensor out = quietly([&] { return layer.forward(); });
-  if (!out.defined()) Py_RETURN_NOTIMPLEMENTED;
-  return THPVariable_Wrap(std::move(out));
+  return output(read, [&] { return layer.forward(); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -362,10 +362,7 @@ FAST_PATH_ENTRY(pre_norm_rest) {
   AttentionNumbers n;
   n.align = read.choice(a[4], {"none", "top_left", "bottom_right"}), n.left = read.integer(a[5]);
   read.require(read && !needs_gradient({t.data(), t.size()}));
-  if (!read) Py_RETURN_NOTIMPLEMENTED;
-  Tensor out = quietly([&] { return layer.rest(t, n); });
-  if (!out.defined()) Py_RETURN_NOTIMPLEMENTED;
-  return THPVariable_Wrap(std::move(out));
+  return output(read, [&] { return layer.rest(t, n); });
   END_HANDLE_TH_ERRORS
 }
 

@@ -13,6 +13,7 @@ import pytransformer as pt
 from pytransformer.integrations.convert import hugging_face_rules as rules
 from pytransformer.ops._core import fast_path
 from support.hugging_face import distance, model_distance_limit
+from support.paths import needs_fast_path
 
 MODELS = ("bert", "roberta", "xlm-roberta", "electra", "camembert")
 LAYERS = 2
@@ -90,11 +91,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(fast_path.entries, "post_norm_layer", entry)
     return found
-
-
-needs_fast_path = pytest.mark.skipif(
-    fast_path.why_not() is not None, reason=f"no C++ fast path: {fast_path.why_not()}"
-)
 
 
 @needs_fast_path

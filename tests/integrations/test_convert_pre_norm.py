@@ -13,10 +13,8 @@ import pytransformer as pt
 from pytransformer.integrations.convert import pre_norm_rules as rules
 from pytransformer.ops._core import fast_path
 from support.hugging_face import distance, model_distance_limit
+from support.paths import needs_fast_path
 
-pytestmark = pytest.mark.skipif(
-    fast_path.why_not() is not None, reason=f"no C++ fast path: {fast_path.why_not()}"
-)
 LAYERS = 2
 LIMIT = model_distance_limit(torch.float32)
 DECODERS: dict[str, dict[str, Any]] = {
@@ -133,6 +131,7 @@ def refuse(*_: Any) -> Any:
     return NotImplemented
 
 
+@needs_fast_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", [1, 9, 75], ids=lambda n: f"{n} tokens")
 @pytest.mark.parametrize("name", MODELS)
@@ -152,6 +151,7 @@ def test_two_calls_have_the_bits_of_the_modules(
     assert calls[each:] == [True] * each + [False] * each
 
 
+@needs_fast_path
 @pytest.mark.parametrize("name", MODELS)
 def test_two_calls_equal_eager(hugging_face: Any, name: str, calls: list[bool]) -> None:
     ours, plain = converted(name), build(name, "eager")
@@ -160,6 +160,7 @@ def test_two_calls_equal_eager(hugging_face: Any, name: str, calls: list[bool]) 
     assert calls and all(calls)
 
 
+@needs_fast_path
 @pytest.mark.parametrize("name", MODELS)
 def test_other_calls_run_the_modules(hugging_face: Any, name: str, calls: list[bool]) -> None:
     """With gradients, dropout, another backend, hooks, or an inner module that is not converted."""
@@ -300,7 +301,7 @@ def test_requested_outputs_equal_eager(hugging_face: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("which", ["static", "offloaded", "growing", "own mask", "attentions"])
+@pytest.mark.parametrize("which", ["static", "own class", "growing", "own mask", "attentions"])
 def test_caches_masks_and_requested_outputs_equal_eager(
     hugging_face: Any, name: str, which: str
 ) -> None:
@@ -311,7 +312,7 @@ def test_caches_masks_and_requested_outputs_equal_eager(
         cache: Any = DynamicCache(config=model.config)
         if which == "static":
             cache = StaticCache(config=model.config, max_cache_len=20)
-        if which == "offloaded":  # a class with an update of its own
+        if which == "own class":
             cache = type("Own", (DynamicCache,), {"update": DynamicCache.update})(
                 config=model.config
             )

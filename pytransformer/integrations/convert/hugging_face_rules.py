@@ -282,18 +282,32 @@ class PostNormLayer:
         return FeedForwardChunk.feed_forward_chunk(self, x)
 
 
+def rows_in_cpp(x: torch.Tensor, ours: bool) -> int | None:
+    """Return the max rows of our product in a whole layer, or None if Python computes the layer.
+
+    Args:
+        ours: the layer's projections may run our product.
+    """
+    if torch.is_grad_enabled() or not x.is_cpu:
+        return None
+    limits = cpu.faster().get(x.dtype)
+    if limits is None:
+        return None
+    if packed.weights and x.numel() > limits.unpacked * x.shape[-1]:  # it may use packed weights
+        return None
+    return limits.inference if ours else 0
+
+
 def _in_one_call(
     layer: Any, x: torch.Tensor, mask: Any, facts: LayerFacts, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return the layer's output without gradient and dropout by one call of C++, if it takes it."""
     from ..hugging_face.mask import Mask
 
-    limits = cpu.faster().get(x.dtype)
-    if limits is None or facts.drops or torch.is_grad_enabled():
+    if facts.drops or torch.compiler.is_compiling():
         return None
-    if packed.weights and x.numel() > limits.unpacked * x.shape[-1]:  # it may use packed weights
-        return None
-    if any(value is not None for value in kwargs.values()) or torch.compiler.is_compiling():
+    max_rows = rows_in_cpp(x, facts.ours)
+    if max_rows is None or any(value is not None for value in kwargs.values()):
         return None
     if isinstance(mask, Mask):
         if mask.causal is not None or mask.lengths is not None or mask.segments is not None:
@@ -301,7 +315,6 @@ def _in_one_call(
         if mask.shape[2:] != (x.shape[1], x.shape[1]):
             return None
         mask = mask.dense if mask.padding is None else mask.padding
-    max_rows = limits.inference if facts.ours else 0
     found = fast_path.entries.post_norm_layer(x, mask, layer, facts.settings, max_rows)
     return None if found is NotImplemented else found
 

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...nn import packed
-from ...ops._backends.cpu import linear as cpu
 from ...ops._core import fast_path
 from . import code
-from .hugging_face_rules import _rule, runs_on_ours, weights_wanted
+from .hugging_face_rules import _rule, rows_in_cpp, runs_on_ours, weights_wanted
 from .modules import (
     activation_name,
     add_norm,
@@ -86,7 +84,7 @@ class Names(NamedTuple):
     dropout: str | None = None  # after attention and the network
 
 
-class LayerFacts(NamedTuple):
+class PreNormFacts(NamedTuple):
     """Hold what a call of a whole layer reads of its modules."""
 
     settings: tuple[Any, ...] | None  # of pre_norm_heads; None: the inner modules must be called
@@ -125,17 +123,17 @@ def _whole_layer(names: Names, known: Callable[[Any], bool], digest: str, **mode
         names.first_norm, names.attention, names.second_norm, names.dropout
     )
 
-    def facts(layer: Any) -> LayerFacts:
+    def facts(layer: Any) -> PreNormFacts:
         if torch.compiler.is_compiling() or not known(layer):  # it would trace digests
-            return LayerFacts(None)
+            return PreNormFacts(None)
         attend = getattr(layer, names.attention)
         projections = [getattr(attend, name) for name in (*names.projections, names.out)]
         ours = all(isinstance(projection, Converted) for projection in projections)
-        return LayerFacts(_settings(layer, names), ours)
+        return PreNormFacts(_settings(layer, names), ours)
 
     class WholeLayer(block):  # type: ignore[misc, valid-type]
         def forward(
-            self: Any, hidden_states: torch.Tensor, *, facts: LayerFacts, **kwargs: Any
+            self: Any, hidden_states: torch.Tensor, *, facts: PreNormFacts, **kwargs: Any
         ) -> Any:
             found = _in_two_calls(self, names, hidden_states, facts, kwargs)
             return super().forward(hidden_states, **kwargs) if found is None else found
@@ -149,15 +147,10 @@ _UNUSED = ("use_cache", "position_ids")
 
 
 def _in_two_calls(
-    layer: Any, names: Names, x: torch.Tensor, facts: LayerFacts, kwargs: dict[str, Any]
+    layer: Any, names: Names, x: torch.Tensor, facts: PreNormFacts, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return the layer's output by C++, or None if it does not take the call."""
-    if facts.settings is None or torch.is_grad_enabled() or not x.is_cpu:
-        return None
-    limits = cpu.faster().get(x.dtype)
-    if limits is None:
-        return None
-    if packed.weights and x.numel() > limits.unpacked * x.shape[-1]:  # it may use packed weights
+    if facts.settings is None or (max_rows := rows_in_cpp(x, facts.ours)) is None:
         return None
     attend, cache = getattr(layer, names.attention), kwargs.get(layer.cache_keyword)
     more = {k: v for k, v in kwargs.items() if k not in (*_READ, layer.cache_keyword)}
@@ -174,7 +167,7 @@ def _in_two_calls(
     if not runs_on_ours(attend.config) or weights_wanted(kwargs):
         return None
     x = x.contiguous()  # SigLIP's first layer has transposed patches
-    of_layer = (layer, facts.settings, limits.inference if facts.ours else 0)
+    of_layer = (layer, facts.settings, max_rows)
     heads = fast_path.entries.pre_norm_heads(x, cos, sin, *of_layer)
     if heads is NotImplemented:
         return None
@@ -185,7 +178,7 @@ def _in_two_calls(
         out = fast_path.entries.pre_norm_rest(query, key, value, *terms[:3], x, *of_layer)
         if out is not NotImplemented:
             return out
-    return _after_the_cache(layer, names, x, (query, key, value), mask)
+    return _rest_by_modules(layer, names, x, (query, key, value), mask)
 
 
 class _Terms(NamedTuple):
@@ -209,7 +202,7 @@ def _terms(mask: Any, queries: int) -> _Terms | None:
     return _Terms(mask.padding, mask.causal or "none", left, mask.shape[3])
 
 
-def _after_the_cache(
+def _rest_by_modules(
     layer: Any, names: Names, x: torch.Tensor, heads: Heads, mask: Any
 ) -> torch.Tensor:
     """Return the layer's output by its modules. The cache must not be updated twice."""
