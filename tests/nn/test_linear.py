@@ -41,12 +41,22 @@ SIZES = [
     (9, 1100),
     (264, 513),
     (1026, 37),
+    (1560, 37),
 ]
 FEW = range(1, cpu.FEW_ROWS + 1)
-IN_PLACE = 40  # weights of up to so many rows may be read in place although they are packed
+IN_PLACE = 80  # weights of up to so many rows may be read in place although they are packed
 # rows in lanes, in one group or more; one group of Matmul, in place or transposed; several groups
-MANY = [9, 12, 13, 17, 23, IN_PLACE, 50, 260]
-SOME_SIZES = [(3, 2), (33, 63), (100, 65), (1025, 66), (9, 1100), (1026, 37)]
+MANY = [9, 12, 13, 17, 23, 40, 47, 50, 65, IN_PLACE, 96, 260]
+SOME_SIZES = [
+    (3, 2),
+    (33, 63),
+    (100, 65),
+    (1025, 66),
+    (9, 1100),
+    (1026, 37),
+    (264, 70),
+    (1560, 37),  # more units of k than one partial sum has, and part of a cache line
+]
 LAYOUTS = ["rows", "columns"]  # (n, k) in memory, or the transpose of a (k, n)
 
 

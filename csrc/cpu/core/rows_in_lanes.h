@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// float32 gemms with 9 to 40 rows of A on 256-bit vectors, as for a search query. B, the weights,
-// is read once from memory, in place.
+// Gemms with few rows of A, from 9 on, and vectors of 256 or 512 bits, as for a search query. B,
+// the weights, is read once from memory, in place: float32, or bfloat16 where vectors multiply its
+// pairs.
 //
-// Matmul puts rows of A into the lanes of panels: 12 rows fill 12 of 16 lanes, 20 rows 20 of 32.
-// Here a vector holds two neighbors along k of four rows, and B is broadcast in pairs, so that a
+// Matmul puts rows of A into the lanes of panels: on 256 bits 12 rows fill 12 of 16 lanes, 20 rows
+// 20 of 32; on 512 bits narrow panels also leave the prefetching kernel out. Here a vector holds a
+// unit of each of four rows: 2 or 4 packed elements along k. Units of B are broadcast, so that a
 // group of 12 rows fills three vectors. Nothing of B is packed. The summation order depends only on
 // K.
 #pragma once
+
+#include <cstring>
 
 #include "cpu/core/matmul.h"
 
@@ -16,30 +20,44 @@ namespace PT_ISA {
 template <class T, int PRODUCTS>
 class RowsInLanes {
   using acc = typename T::acc;
+  using elem = typename T::elem;
+  using packed = typename T::packed;
   using vec = typename T::vec;
-  static constexpr bool kSupported = std::is_same_v<typename T::elem, float> && kVecBytes == 32;
-  static constexpr int kRowsPerVec = T::width / 2;
+  using uvec = typename T::uvec;
+  using Dot = typename T::Dot;
+  // kUnit in packed elements, kNumbers in numbers along k.
+  static constexpr int kRowsPerVec = 4, kUnit = T::width / kRowsPerVec, kNumbers = kUnit * T::pack;
+#if defined(__AVX512F__)
+  typedef float Unit __attribute__((vector_size(16), may_alias, aligned(4)));
+#else
+  typedef double Unit __attribute__((may_alias, aligned(4)));
+#endif
   // Columns of C per task and stream. Streams as in FewRows.
   static constexpr int kBlock = T::width, kStreams = 4;
   // Vectors of a group of rows: kStreams * kGroup sums + kGroup of A + 1 of B.
   static constexpr int kGroup = 3;
-  // Pairs per partial sum, as in matmul_sizes.h.
-  static constexpr int64_t kPairs = 192;
+  // Above, Matmul's last panel hardly counts (Zen 3, Zen 4).
+  static constexpr int64_t kMostRows = kVecBytes == 64 ? 80 : 40;
+  // Units per partial sum, as in matmul_sizes.h.
+  static constexpr int64_t kUnits = 192;
 
  public:
+  static constexpr bool kSupported = kVecBytes >= 32 && kUnitStep<T> == 1 && sizeof(packed) == 4 &&
+                                     std::is_same_v<elem, typename T::opnd>;
+
   static bool pays(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t K) {
-    // Above 12 rows in its last panel, Matmul fills its lanes, and above 40 rows the last panel
-    // hardly counts (Zen 3). A must remain in L2, because all of it is read per column.
+    // Matmul fills the lanes of a last panel of more rows. A must remain in L2, because all of it
+    // is read per column.
     const int64_t last = M % kPanel<T>;
-    const bool faster =
-        M <= 40 && last >= 1 && last <= 12 && M * K * int64_t(sizeof(acc)) <= cached_bytes();
-    if (!kSupported || !faster || K % 2) return false;
+    if (M > kMostRows || !last || last > kPanel<T> / 4 * 3 || K % kNumbers ||
+        M * K * int64_t(sizeof(elem)) > cached_bytes())
+      return false;
     for (const Product<T>& p : products)
-      if (p.a.along_k || p.b.along_k || p.b.live || p.a.stride % 2) return false;
+      if (p.a.along_k || p.b.along_k || p.b.live) return false;
     return true;
   }
   RowsInLanes(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads)
-      : M_(M), N_(N), pairs_(K / 2), vecs_(ceil_div(M, kRowsPerVec)), threads_(threads) {
+      : M_(M), N_(N), units_(K / kNumbers), vecs_(ceil_div(M, kRowsPerVec)), threads_(threads) {
     for (int i = 0; i < PRODUCTS; i++) p_[i] = products[i];
   }
 
@@ -47,14 +65,10 @@ class RowsInLanes {
   template <class Epilogue>
   void run(const Epilogue& epilogue) const {
     packed_arena.reset(packed_bytes());
-    const double* rows[PRODUCTS];
+    const packed* rows[PRODUCTS];
     for (int i = 0; i < PRODUCTS; i++) {
-      double* const to = packed_arena.take<double>(pairs_ * vecs_ * kRowsPerVec);
-      for (int64_t v = 0; v < vecs_; v += kGroup)
-        pack_transposed<Double>(
-            reinterpret_cast<const double*>(p_[i].a.data + v * kRowsPerVec * p_[i].a.stride),
-            p_[i].a.stride / 2, M_ - v * kRowsPerVec, pairs_, to + v * kRowsPerVec * pairs_,
-            nullptr, min<int64_t>(kGroup, vecs_ - v) * kRowsPerVec);
+      packed* const to = packed_arena.take<packed>(packed_size());
+      for (int64_t v = 0; v < vecs_; v += kGroup) pack_group(p_[i].a, v, to);
       rows[i] = to;
     }
     const int64_t run = round_up(ceil_div(N_, kStreams), kBlock);
@@ -69,7 +83,7 @@ class RowsInLanes {
         tiles[i] = local_arena.take<acc>(tile_size() * kStreams);
         for (int64_t n = 0; n < kBlock; n++) columns(p_[i].b, n0 + n, run, rows[i], sums, n);
         for (int64_t v = 0; v < kStreams * vecs_; v++)
-          add_pairs(sums + v * kBlock * T::width, tiles[i] + v * kRowsPerVec * kBlock);
+          add_units(sums + v * kBlock * T::width, tiles[i] + v * kRowsPerVec * kBlock);
       }
       for (int64_t n = n0; n < N_; n += run) {
         epilogue(tiles, kBlock, 0, M_, n, min<int64_t>(kBlock, N_ - n), epilogue_arena);
@@ -92,18 +106,31 @@ class RowsInLanes {
     return Arena::bytes_for<acc>(sums_size()) +
            PRODUCTS * Arena::bytes_for<acc>(tile_size() * kStreams);
   }
-  size_t packed_bytes() const {
-    return PRODUCTS * Arena::bytes_for<double>(pairs_ * vecs_ * kRowsPerVec);
+  int64_t packed_size() const { return units_ * vecs_ * T::width; }
+  size_t packed_bytes() const { return PRODUCTS * Arena::bytes_for<packed>(packed_size()); }
+
+  // Pack the group of vectors from v: per unit of k, a unit of each row; zeros past the last row.
+  void pack_group(const Operand<T>& a, int64_t v, packed* to) const {
+    const int64_t rows = min<int64_t>(kGroup, vecs_ - v) * kRowsPerVec;
+    to += v * units_ * T::width;
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t m = v * kRowsPerVec + r;
+      for (int64_t u = 0; u < units_; u++) {
+        packed* const unit = to + (u * rows + r) * kUnit;
+        if (m < M_) memcpy(unit, a.data + m * a.stride + u * kNumbers, sizeof(Unit));
+        else memset(unit, 0, sizeof(Unit));
+      }
+    }
   }
 
   // Compute column n of each stream, all rows: sums[stream][vector][column][lane]. A stream past
   // the last column recomputes that column.
-  INLINE void columns(const Operand<T>& b, int64_t n, int64_t run, const double* a, acc* sums,
+  INLINE void columns(const Operand<T>& b, int64_t n, int64_t run, const packed* a, acc* sums,
                       int64_t column) const {
-    const double* from[kStreams];
+    const elem* from[kStreams];
     UNROLL for (int c = 0; c < kStreams; c++) from[c] =
-        reinterpret_cast<const double*>(b.data + min(n + c * run, N_ - 1) * b.stride);
-    for (int64_t v = 0; v < vecs_; v += kGroup, a += pairs_ * kGroup * kRowsPerVec) {
+        b.data + min(n + c * run, N_ - 1) * b.stride;
+    for (int64_t v = 0; v < vecs_; v += kGroup, a += units_ * kGroup * T::width) {
       acc* const to = sums + (v * kBlock + column) * T::width;
       const int64_t count = vecs_ - v;
       if (count >= 3) dots<3>(a, from, to);
@@ -113,28 +140,29 @@ class RowsInLanes {
   }
 
   template <int VECS>
-  INLINE void dots(const double* a, const double* const* b, acc* to) const {
-    constexpr int64_t kLine = 64 / int64_t(sizeof(double)), kAhead = 16 * kLine;
-    typedef double pair __attribute__((may_alias));
-    const pair *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3];  // in registers, as in FewRows
-    for (int64_t u = 0; u < pairs_; u += kPairs) {
+  INLINE void dots(const packed* a, const elem* const* b, acc* to) const {
+    constexpr int64_t kTurn = 64 / sizeof(Unit), kAhead = 16 * kTurn;  // kTurn: of a cache line
+    const elem *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3];  // in registers, as in FewRows
+    for (int64_t u = 0; u < units_; u += kUnits) {
       vec sums[kStreams * VECS] = {};
       const auto step = [&](int64_t j) __attribute__((always_inline)) {
-        vec rows[VECS];
-        UNROLL for (int v = 0; v < VECS; v++) rows[v] = (vec)load(a + (j * VECS + v) * kRowsPerVec);
-        const auto one = [&](const pair* at, int c) __attribute__((always_inline)) {
-          const vec both = (vec)set1<vd>(at[j]);
+        uvec rows[VECS];
+        UNROLL for (int v = 0; v < VECS; v++) rows[v] =
+            *reinterpret_cast<const uvec*>(a + (j * VECS + v) * T::width);
+        const auto one = [&](const elem* at, int c) __attribute__((always_inline)) {
+          const uvec unit = broadcast(at + j * kNumbers);
           UNROLL for (int v = 0; v < VECS; v++) sums[c * VECS + v] =
-              fma(rows[v], both, sums[c * VECS + v]);
+              Dot::dot(sums[c * VECS + v], rows[v], unit);
         };
         one(b0, 0), one(b1, 1), one(b2, 2), one(b3, 3);
       };
-      const int64_t end = min(pairs_, u + kPairs);
+      const int64_t end = min(units_, u + kUnits);
       int64_t j = u;
-      for (; j + kLine <= end; j += kLine) {
-        __builtin_prefetch(b0 + j + kAhead, 0, 2), __builtin_prefetch(b1 + j + kAhead, 0, 2);
-        __builtin_prefetch(b2 + j + kAhead, 0, 2), __builtin_prefetch(b3 + j + kAhead, 0, 2);
-        UNROLL for (int i = 0; i < kLine; i++) step(j + i);
+      for (; j + kTurn <= end; j += kTurn) {
+        const int64_t ahead = (j + kAhead) * kNumbers;
+        __builtin_prefetch(b0 + ahead, 0, 2), __builtin_prefetch(b1 + ahead, 0, 2);
+        __builtin_prefetch(b2 + ahead, 0, 2), __builtin_prefetch(b3 + ahead, 0, 2);
+        UNROLL for (int i = 0; i < kTurn; i++) step(j + i);
       }
       for (; j < end; j++) step(j);
       UNROLL for (int c = 0; c < kStreams; c++) UNROLL for (int v = 0; v < VECS; v++) {
@@ -145,17 +173,29 @@ class RowsInLanes {
     }
   }
 
-  // Turn kBlock columns of one vector, pairs of four rows, into four rows of kBlock columns.
-  static INLINE void add_pairs(const acc* sums, acc* rows) {
+  static INLINE uvec broadcast(const elem* p) {
+#if defined(__AVX512F__)
+    return (uvec)_mm512_broadcast_f32x4(*reinterpret_cast<const Unit*>(p));
+#else
+    return (uvec)set1<vd>(*reinterpret_cast<const Unit*>(p));
+#endif
+  }
+
+  // Turn kBlock columns of one vector, units of four rows, into four rows of kBlock columns.
+  static INLINE void add_units(const acc* sums, acc* rows) {
     vec lanes[T::width];
     UNROLL for (int n = 0; n < kBlock; n++) lanes[n] = load(sums + n * T::width);
     transpose(lanes);
-    UNROLL for (int r = 0; r < kRowsPerVec; r++)
-        store(rows + r * kBlock, lanes[2 * r] + lanes[2 * r + 1]);
+    UNROLL for (int r = 0; r < kRowsPerVec; r++) {
+      vec sum = lanes[kUnit * r] + lanes[kUnit * r + 1];
+      UNROLL for (int i = 2; i < kUnit; i += 2) sum +=
+          lanes[kUnit * r + i] + lanes[kUnit * r + i + 1];
+      store(rows + r * kBlock, sum);
+    }
   }
 
   Product<T> p_[PRODUCTS];
-  int64_t M_, N_, pairs_, vecs_;
+  int64_t M_, N_, units_, vecs_;
   int threads_;
 };
 
