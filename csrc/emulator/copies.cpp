@@ -180,7 +180,7 @@ static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds,
   me.bulk_in_block.push_back(number);
   if (!block->options->ordered_reductions) return;
   auto [last, first] = reduced().try_emplace(dst, block->number, number);
-  if (!first && me.global_clock[last->second.first] < last->second.second)
+  if (!first && me.global_clock[last->second.first].reductions < last->second.second)
     fail("bulk reduction is not ordered after one to the same place by another block");
   last->second = {block->number, number};
 }
@@ -224,7 +224,8 @@ void bulk_wait(int pending, bool only_read, const Site& site) {
     }
   }
   std::erase_if(me.bulk_reading, [&](auto& range) { return range.number < target; });
-  if (!only_read && target) me.global_clock[block->number] = me.bulk_in_block[target - 1];
+  if (!only_read && target)
+    me.global_clock[block->number].reductions = me.bulk_in_block[target - 1];
 }
 
 // cp.async: a thread's copies, complete for the thread at its wait.

@@ -88,6 +88,8 @@ void ld_global(const void* p, void* value, int bytes, const Site& site);
 void st_global(void* p, const void* value, int bytes, const Site& site);
 void red_add_f32(float* dst, const float* value, int n, const Site& site);
 uint32_t atomic_add(uint32_t* p, uint32_t value, bool release, const Site& site);
+uint64_t acq_rel_add(uint64_t* p, uint64_t value, const Site& site);
+uint64_t atomic_cas(uint64_t* p, uint64_t expected, uint64_t value, const Site& site);
 void wait_equal(const uint32_t* p, uint32_t value, const Site& site);  // acquires
 
 // Barriers.

@@ -258,7 +258,7 @@ Report launch(dim3 grid, dim3 threads, size_t smem_bytes, const std::function<vo
     if (step == Step::Ended) running.erase(running.begin() + turn);
   }
   block = nullptr;
-  forget_counters();
+  forget_global();
   return result;
 }
 

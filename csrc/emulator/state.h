@@ -66,12 +66,20 @@ struct BulkRange {  // shared memory that a bulk operation reads
   uint32_t addr, bytes;
 };
 
-// Completed bulk reductions of each block of the grid, as far as known. A map, because few blocks
-// communicate.
-using GlobalClock = std::map<uint32_t, uint64_t>;
-inline void join(GlobalClock& into, const GlobalClock& other) {
-  for (auto& [block, count] : other) into[block] = std::max(into[block], count);
-}
+// Events of each block of the grid, as far as known: completed bulk reductions, and the times of
+// its threads. A map, because few blocks communicate.
+struct KnownBlock {
+  uint64_t reductions = 0;
+  std::vector<int32_t> times;
+};
+using GlobalClock = std::map<uint32_t, KnownBlock>;
+void join(GlobalClock& into, const GlobalClock& other);
+
+struct Acquired {  // from global memory, by a thread at a time
+  int thread;
+  int32_t time;
+  GlobalClock clock;
+};
 
 struct ThreadCopy {  // cp.async: 16 bytes, `bytes` of them from src
   uint64_t number;
@@ -222,6 +230,7 @@ struct Block {
   dim3 index;
   uint32_t number = 0;  // in starting order
   uint64_t bulk_issued = 0;
+  std::vector<Acquired> acquired;
   int slot = 0;              // index of arena and stacks
   uint8_t* arena = nullptr;  // shared memory
   uint32_t smem_base, smem_end;
@@ -316,7 +325,8 @@ void execute_next(Group& group);
 // Global memory (global_memory.cpp).
 
 void check_global(const void* p, size_t bytes, const char* what);
-void forget_counters();
+// Forget the launch's counters and stores.
+void forget_global();
 // Block and number of the last reduction to a place.
 std::map<const float*, std::pair<uint32_t, uint64_t>>& reduced();
 

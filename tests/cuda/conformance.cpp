@@ -321,6 +321,19 @@ int main(int argc, char** argv) {
     run(conformance::count, 50, 64, 0, out.as<uint32_t>());
     out.print("atomics");
   }
+  {
+    // A word with any content, the same call again with another number of blocks, and the next
+    // call.
+    const Buffer word(random_words(2));
+    const uint64_t first = random_bits();
+    for (const auto [call, blocks] :
+         {std::pair(first, 20), {first, 7}, {first, 64}, {first + 65, 9}}) {
+      Buffer parts(random_words(4 * 64)), out = zeros(4);
+      run(conformance::complete, blocks, 64, 16, word.as<uint64_t>(), call, parts.as<uint32_t>(),
+          out.as<uint32_t>());
+      out.print(("last_block_of_" + std::to_string(blocks)).c_str());
+    }
+  }
 #if defined(PT_EMULATE) || defined(PT_HOPPER)
   hopper();
 #endif

@@ -14,6 +14,7 @@
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/memory.cuh"
+#include "cuda/tile/block_counter.cuh"
 
 namespace conformance {
 
@@ -146,6 +147,22 @@ __global__ void product(const uint32_t* a, const uint32_t* b, const float* c, fl
 // Increments in[0] from many blocks.
 __global__ void count(uint32_t* out) {
   ptx::atomic_add_u32(out + thread() % 4, uint32_t(thread()));
+}
+
+// Each block stores four words; the last one adds up those of all blocks.
+__global__ void complete(uint64_t* word, uint64_t first, uint32_t* parts, uint32_t* out) {
+  const uint32_t last = ptx::dynamic_smem();
+  const cuda::BlockCounter<64> counter{word, first};
+  const int block = int(blockIdx.x);
+  if (thread() < 4) ptx::st_global_u32(parts + 4 * block + thread(), uint32_t(block * block + 1));
+  if (thread() == 0) counter.begin(ptx::grid_size());
+  ptx::syncthreads();
+  if (thread() == 0) ptx::st_shared_u32(last, counter.arrive());
+  ptx::syncthreads();
+  if (!ptx::ld_shared_u32(last) || thread() >= 4) return;
+  uint32_t sum = 0;
+  for (int i = 0; i < ptx::grid_size(); ++i) sum += ptx::ld_global_u32(parts + 4 * i + thread());
+  ptx::st_global_u32(out + thread(), sum);
 }
 
 }  // namespace conformance

@@ -264,6 +264,57 @@ void blocks() {
   const emu::GlobalMemory memory(&counter, 4, "counter");
   expect("spinning for ever", {"deadlock", "a global counter to become 1 (it is 0)"}, 32,
          [] { acquire_equal_u32(&counter, 1); });
+  alignas(8) static uint32_t words[2];
+  const emu::GlobalMemory words_memory(words, sizeof words, "words");
+  // Thread 0 of a block stores a word, and after that thread `reader` of another loads it.
+  const auto hand_over = [](bool publish, bool acquire, bool sync, unsigned reader) {
+    if (blockIdx.x == 0) {
+      if (threadIdx.x > 0) return;
+      st_global_u32(words, 1);
+      if (publish) release_add_u32(&counter, 1);
+      else atomic_add_u32(&counter, 1);
+      return;
+    }
+    if (threadIdx.x == 0 && acquire) acquire_equal_u32(&counter, 1);
+    else if (threadIdx.x == 0)
+      while (atomic_add_u32(&counter, 0) == 0) continue;
+    if (sync) syncwarp();
+    else shfl_xor(1.0f, 1);
+    if (threadIdx.x == reader) ld_global_u32(words);
+  };
+  const auto expect_order = [&](const char* name, std::vector<const char*> parts, auto... how) {
+    counter = 0;
+    expect(name, parts, 32, [&] { hand_over(how...); }, {2, 1, 1});
+  };
+  const char* const unordered = "not ordered after the store by thread 0 of another block";
+  expect_order("another block's store, acquired", {}, true, true, false, 0u);
+  expect_order("the same by another thread", {}, true, true, true, 1u);
+  expect_order("the same without a barrier", {unordered}, true, true, false, 1u);
+  expect_order("another block's store, not acquired", {unordered}, true, false, true, 0u);
+  expect_order("another block's store, not published", {unordered}, false, true, true, 0u);
+  expect("a store of the same block", {"not ordered after the store by thread 0 of the same"}, 32,
+         [] {
+           if (threadIdx.x == 0) st_global_u32(words, 1);
+           shfl_xor(1.0f, 1);
+           if (threadIdx.x == 1) ld_global_u32(words);
+         });
+  expect("halves of a word by two blocks", {}, 32,
+         [] {
+           auto* const half = reinterpret_cast<uint16_t*>(words) + blockIdx.x;
+           if (threadIdx.x == 0) st_global_u16(half, 1), ld_global_u16(half);
+         },
+         {2, 1, 1});
+  static uint64_t arrived;
+  const emu::GlobalMemory arrived_memory(&arrived, 8, "arrived");
+  const auto complete = [](bool order) {
+    if (threadIdx.x > 0) return;
+    st_global_u32(words + blockIdx.x, 1);
+    const bool last = order ? acq_rel_add_u64(&arrived, 1) == 1 : atomic_add_u32(&counter, 1) == 1;
+    if (last) ld_global_u64(words);
+  };
+  counter = 0, arrived = 0;
+  expect("the last of two blocks", {}, 32, [&] { complete(true); }, {2, 1, 1});
+  expect("the same without an order", {unordered}, 32, [&] { complete(false); }, {2, 1, 1});
   alignas(128) static uint16_t small[64 * 32];
   const emu::GlobalMemory small_memory(small, sizeof small, "small");
   TensorMap map;  // claims twice the memory there is

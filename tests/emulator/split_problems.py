@@ -22,7 +22,7 @@ __all__ = ["RAW_OP", "problems", "wrong"]
 
 # Two and three splits of 256 keys, or of 512 for two tiles of rows, with tails; heads of a group
 # with separate score terms. In 16 bits, bounds-only calls have a special kernel: the first three
-# problems, but not those with a negative scale or padding.
+# problems and the last, but not those with a negative scale or padding.
 DESCRIBED = (
     Described(
         "one token", BF16, (2, 4, 2, 1, 600, 64, 48),
@@ -58,6 +58,7 @@ DESCRIBED = (
     Described("wide heads, segments", BF16, (1, 2, 2, 3, 290, 200, 256),
               lambda n: {"query_segments": torch.arange(3)[None] // 2,
                   "key_segments": torch.arange(290)[None] // 280}),
+    Described("36 splits", F16, (1, 2, 1, 1, 9000, 16, 16), lambda n: {}),
 )  # fmt: skip
 
 
@@ -108,6 +109,13 @@ def same_in_any_batch(device: str, dtype: torch.dtype = F32, **options: Any) -> 
     return True
 
 
+def same_in_any_order(device: str) -> bool:
+    """Check that ten splits give the same bits in every call, whichever block merges them."""
+    args = [draw(1, h, n, 16, seed=n + h).to(device) for h, n in ((4, 1), (2, 2500), (2, 2500))]
+    first, *others = (_attend(*args, torch.tensor([2500])) for _ in range(4))
+    return all(torch.equal(a, b) for other in others for a, b in zip(first, other))
+
+
 def _attend(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     *inputs, lengths = tensors
     keywords: dict[str, Any] = {
@@ -122,6 +130,7 @@ def problems(device: str = "cpu") -> Iterator[Problem]:
     for described in DESCRIBED:
         yield Problem(described.name, lambda described=described: right(described, device))
     yield Problem("in any batch", lambda: same_in_any_batch(device))
+    yield Problem("in any order of blocks", lambda: same_in_any_order(device))
     yield Problem("in any batch, streams of warps", lambda: same_in_any_batch(device, BF16))
     yield Problem(
         "in any batch, streams of warps, softcap",

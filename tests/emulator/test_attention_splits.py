@@ -75,7 +75,7 @@ def test_explain_reports_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("keys split over up to 3 blocks" in note for note in found.notes)
     many = pt.explain("attention", draw(2, 4, 33, 64).to(BF16), key, key, backend="cuda")
     assert (
-        found.extra_bytes["cuda"] == 12 * 8 + 4 * 2 * 4 * 3 * (64 + 2)
+        found.extra_bytes["cuda"] == 12 * 8 + 4 * (2 * 4 * 3 * (64 + 2) + 2 * 2 * 2)
         and many.extra_bytes["cuda"] == 12 * 8 * 33
     )
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")

@@ -69,13 +69,14 @@ FAULTS = (
         "dropout and ALiBi",
     ),
     TextFault(
-        "the_last_split_left_out",
-        "cuda/attention/combine.cuh",
-        "split.splits;",
-        "split.splits - PT_FAULT(the_last_split_left_out);",
+        "splits_in_an_order_of_the_last_block",
+        "cuda/attention/sm80/fwd_split.cuh",
+        "split = first + i;",
+        "split = (first + i) ^"
+        " (PT_FAULT(splits_in_an_order_of_the_last_block) ? int(blockIdx.x) % 4 : 0);",
         "split_problems",
         "portable",
-        "one token",
+        "in any order of blocks",
     ),
     TextFault(
         "the_last_key_that_is_no_padding",

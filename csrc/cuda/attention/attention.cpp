@@ -5,6 +5,8 @@
 // Rows of query, key, value and grad_out start at multiples of 16 bytes and have a multiple of 16
 // bytes, zero-padded by the caller if necessary; results have the original head sizes. Lq and Lk
 // are not zero: see pytransformer/ops/_backends/cuda/attention.py.
+#include <atomic>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -540,6 +542,16 @@ void pack_lane_bits(AttentionBinding& e, const Tensor& like, void* stream) {
   }
 }
 
+// Return a call's first number for BlockCounter: kMostSplits + 1 numbers of its own, from a random
+// start.
+uint64_t next_ticket() {
+  static std::atomic<uint64_t> next{[] {
+    std::random_device random;
+    return uint64_t(random()) << 32 | random();
+  }()};
+  return next.fetch_add(kMostSplits + 1, std::memory_order_relaxed);
+}
+
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out,
                    Tensor lse PT_CUDA_ATTENTION_ARGUMENTS(PT_PARAMETER), int64_t device,
                    int64_t stream_) {
@@ -558,9 +570,11 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out,
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
   f.split.splits = plan.split.splits;
   if (plan.split.merges()) {
-    const int64_t partials = plan.split.rows * plan.split.splits;
-    f.split = {plan.split.splits, e.floats_like(lse, "statistics of splits", 2 * partials),
-               e.floats_like(lse, "values of splits", partials * e.p.value_dim)};
+    float* const stats = e.floats_like(lse, "statistics of splits", plan.split.stats_floats());
+    f.split = {plan.split.splits, stats,
+               e.floats_like(lse, "values of splits", plan.split.values_floats(e.p.value_dim)),
+               reinterpret_cast<uint64_t*>(stats) + plan.split.rows * plan.split.splits,
+               next_ticket()};
   }
   attention_forward(f, plan, stream);
 }
@@ -731,8 +745,9 @@ std::string attention_plan(Tensor query, Tensor key,
          ", \"least_block\": [" + std::to_string(least.queries) + ", " +
          std::to_string(least.keys) + "], \"lists_mask\": " +
          (e.take_mask_lists().masks && !forward.split.splits ? "true" : "false") +
-         ", \"splits\": " + std::to_string(forward.split.splits) +
-         ", \"workspace\": " + std::to_string(forward.split.floats(e.p.value_dim)) + "}";
+         ", \"splits\": " + std::to_string(forward.split.splits) + ", \"workspace\": " +
+         std::to_string(forward.split.stats_floats() + forward.split.values_floats(e.p.value_dim)) +
+         "}";
 }
 
 }  // namespace

@@ -66,10 +66,7 @@ void attention_forward(const AttentionForward& f, const PassPlan& plan, void* st
         sm80_attention_split_eight_bits_as<decltype(t)>(f, plan.split, stream);
       else sm80_attention_split_as<decltype(t)>(f, plan.split, stream);
     });
-    if (!plan.split.merges()) return;
-    const dim3 grid(attention_blocks(1, 1, plan.split.rows));
-    return launch(attention_fwd_merge_kernel<Kind<256, true>>, grid, kMergeThreads,
-                  kMergeThreads / 32 * 256 * 4, stream, f);
+    return;
   }
   if (f.p.in_eight_bits()) {
     with_dtype(f.p, [&](auto t) {

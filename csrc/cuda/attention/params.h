@@ -194,12 +194,14 @@ struct PerQuery {
 };
 
 // Split KV: with few queries, thread blocks share the keys. Each block writes the row's partial
-// maximum and sum, (rows, splits, 2), and its unnormalized output, (rows, splits, value_dim). Rows
-// are in the order of GroupTile, by key head. A partial sum of 0 means no visible key and no
-// values.
+// maximum and sum, (rows, splits, 2), and its unnormalized output, (rows, splits, value_dim). The
+// last block of a row tile merges them. Rows are in the order of GroupTile, by key head. A partial
+// sum of 0 means no visible key and no values.
 struct SplitKeys {
   int splits = 0;  // of the longest sequence; 0: no split kernel; 1: writes results directly
   float *stats = nullptr, *values = nullptr;
+  uint64_t* counters = nullptr;  // (sequences, key heads, row tiles), see BlockCounter
+  uint64_t ticket = 0;
 };
 
 struct AttentionForward {
@@ -213,7 +215,6 @@ struct AttentionForward {
   Recompute recompute;
   SplitKeys split;
 };
-constexpr int kMergeThreads = 128;
 
 struct AttentionBackward {
   AttentionProblem p;

@@ -48,12 +48,13 @@ struct SplitGrid {
   Divisor splits, key_heads, group;
 };
 
-// Return the number of KV tiles per split: doubled until there are at most kMostSplits. Depends
-// only on the sequence's visible tiles, not on the rest of the batch.
-constexpr int tiles_of_split(int tiles, int columns, int row_tiles) {
-  int of_split = kSplitKeys / columns * row_tiles;
-  while (tiles > kMostSplits * of_split) of_split *= 2;
-  return of_split;
+// Return log2 of the number of KV tiles per split, which doubles until there are at most
+// kMostSplits. Depends only on the sequence's visible tiles, not on the rest of the batch.
+constexpr int log2_tiles_of_split(int tiles, int columns, int row_tiles) {
+  int log2 = row_tiles - 1;
+  for (int n = kSplitKeys / columns; n > 1; n /= 2) ++log2;
+  while (tiles > kMostSplits << log2) ++log2;
+  return log2;
 }
 // Return the maximum number of splits of a sequence with up to `tiles` visible tiles; a sequence
 // with all of them may have fewer.
@@ -61,8 +62,8 @@ constexpr int most_splits(int tiles, int columns, int row_tiles) {
   const int of_split = kSplitKeys / columns * row_tiles, most = (tiles + of_split - 1) / of_split;
   return most < kMostSplits ? most : kMostSplits;
 }
-static_assert(tiles_of_split(512, 32, 1) == 8 && tiles_of_split(513, 32, 1) == 16 &&
-              most_splits(513, 32, 1) == 64);
+static_assert(log2_tiles_of_split(512, 32, 1) == 3 && log2_tiles_of_split(513, 32, 1) == 4 &&
+              log2_tiles_of_split(512, 32, 2) == 4 && most_splits(513, 32, 1) == 64);
 
 // Return the smallest class with room for both head sizes. f32 has two classes, but one in split KV
 // and with eight bits; bwd_dbias has one. With eight bits a class of 64 would add a kernel for each
@@ -118,10 +119,12 @@ struct SplitPlan {
   Sm80Plan kernel{};
   // Rows over all sequences and heads: the number of stats and values per split.
   int64_t rows = 0;
+  int64_t counters = 0;  // row tiles over all sequences and key heads
 
   bool merges() const { return splits > 1; }
-  // size of the workspace
-  int64_t floats(int value_dim) const { return merges() ? rows * splits * (value_dim + 2) : 0; }
+  // size of the workspace: statistics and counters, and values
+  int64_t stats_floats() const { return merges() ? 2 * (rows * splits + counters) : 0; }
+  int64_t values_floats(int value_dim) const { return merges() ? rows * splits * value_dim : 0; }
 };
 inline SplitPlan plan_split(const AttentionProblem& p) {
   SplitPlan plan;
@@ -133,6 +136,7 @@ inline SplitPlan plan_split(const AttentionProblem& p) {
   plan.splits = most_splits((before + p.num_keys + tile.columns - 1) / tile.columns, tile.columns,
                             plan.row_tiles);
   plan.rows = int64_t(p.sequences) * p.heads * p.num_queries;
+  plan.counters = int64_t(p.sequences) * (p.heads / p.group) * plan.row_tiles;
   return plan;
 }
 

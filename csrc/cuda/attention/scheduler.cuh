@@ -174,12 +174,21 @@ struct GroupTile : QueryTile<Rows, Streamed, Global> {
                     grid.group.quotient(at.tile * Rows) + 1),
         grid(grid), r0(at.tile * Rows), key_head(at.key_head) {
     Tiles& range = this->range;
-    const int tiles = tiles_of_split(range.count(), Streamed, grid.row_tiles);
+    const int tiles = 1 << log2_tiles_of_split(range.count(), Streamed, grid.row_tiles);
     range.first += at.split * tiles;
     range.last = min(range.last, range.first + tiles);
     empty = range.count() <= 0;
     range.first += stream * (tiles / streams);
     range.last = min(range.last, range.first + tiles / streams);
+  }
+
+  // Return the number of splits that are not empty, or 1. From the range of keys: held across the
+  // loop, the number spilled.
+  PT_DEVICE int splits() const {
+    const int tiles = (this->range.end - this->origin + Streamed - 1) / Streamed -
+                      (this->range.start - this->origin) / Streamed;
+    const int log2 = log2_tiles_of_split(tiles, Streamed, grid.row_tiles);
+    return max(1, (tiles + (1 << log2) - 1) >> log2);
   }
 
   PT_DEVICE Range bounds(const AttentionProblem& p, int row) const {

@@ -181,6 +181,36 @@ PT_DEVICE void release_add_u32(uint32_t* p, uint32_t value PT_SITE) {
 #endif
 }
 
+// "Parallel Synchronization and Communication Instructions: atom", compare and swap: *p = value if
+// *p == expected; returns the old value.
+PT_DEVICE uint64_t atomic_cas_u64(uint64_t* p, uint64_t expected, uint64_t value PT_SITE) {
+#if defined(PT_EMULATE)
+  return emu::atomic_cas(p, expected, value, site);
+#else
+  uint64_t old;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(old)
+               : "l"(p), "l"(expected), "l"(value)
+               : "memory");
+  return old;
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: atom", acquire and release; returns the
+// old value. Publishes this thread's earlier writes, and shows those published by earlier calls.
+PT_DEVICE uint64_t acq_rel_add_u64(uint64_t* p, uint64_t value PT_SITE) {
+#if defined(PT_EMULATE)
+  return emu::acq_rel_add(p, value, site);
+#else
+  uint64_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(old)
+               : "l"(p), "l"(value)
+               : "memory");
+  return old;
+#endif
+}
+
 // "Data Movement and Conversion Instructions: ld", acquire; loops until *p == value. A block may
 // wait only for blocks that have certainly started.
 PT_DEVICE void acquire_equal_u32(const uint32_t* p, uint32_t value PT_SITE) {

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split KV forward: a block has the rows of all heads that share a key head, and one split of their
-// keys. fwd_merge of combine.cuh merges the partials (maximum, sum and unnormalized output of each
-// row).
+// keys. It writes partials (maximum m_s, sum l_s and unnormalized output o_s of each row), and the
+// last block of a row tile merges them:
+//
+//   m = max_s m_s;  l = sum_s l_s e^(m_s - m);  out = sum_s o_s e^(m_s - m) / l * keep_scale
+//   lse = m + ln l
 //
 // Splitting as in Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are
 // those of fwd.cuh. In 16 bits and head sizes up to 128 each warp streams a part of the split's
-// tiles (WarpKeyTiles). A block with an empty split writes a sum of 0 and reads no key: the grid is
-// sized for the longest possible sequence, so the host never reads lengths.
+// tiles (WarpKeyTiles). The grid is sized for the longest possible sequence, so the host never
+// reads lengths. Blocks past a sequence's last split end at once; a single split has no partials.
 #pragma once
 
 #include "cuda/attention/sm80/fwd.cuh"
+#include "cuda/tile/block_counter.cuh"
+#include "cuda/tile/reduce.cuh"
 
 namespace pt::cuda {
 
@@ -23,8 +28,16 @@ PT_DEVICE void load_shared(float (&x)[4], uint32_t from) {
   for (int i = 0; i < 4; ++i) x[i] = ptx::bits_float(words.w[i]);
 }
 
-// Destination of a row's values: the split's partials or, with a single split, the output, with the
-// same bits as a merge. If neither is set, nothing is stored.
+// Return the index of a row's first partial.
+template <class Work>
+PT_DEVICE int64_t first_part(const AttentionForward& f, const Work& w, const SplitPlace& at,
+                             int row) {
+  const int64_t group = int64_t(at.b) * w.grid.key_heads.by + at.key_head;
+  return (group * (f.p.group * f.p.num_queries) + row) * f.split.splits;
+}
+
+// Destination of a row's values: the split's partials or, if the row is complete, the output. If
+// neither is set, nothing is stored.
 template <class T>
 struct RowTarget {
   const AttentionForward& f;
@@ -35,17 +48,15 @@ struct RowTarget {
   // Write the row's maximum and sum, or its lse, by one of the threads that hold a part of the row.
   template <class Work>
   PT_DEVICE RowTarget(const AttentionForward& f, const Work& w, const SplitPlace& at, int row,
-                      float row_max, float sum, bool leader)
+                      float row_max, float sum, bool complete, bool leader)
       : f(f) {
     const AttentionProblem& p = f.p;
-    const int of_group = p.group * p.num_queries;
-    if (row >= of_group) return;
-    if (f.split.splits == 1) {
+    if (row >= p.group * p.num_queries) return;
+    if (complete) {
       end(w, at, row, row_max, sum, leader);
       return;
     }
-    const int64_t group = int64_t(at.b) * w.grid.key_heads.by + at.key_head;
-    const int64_t part = (group * of_group + row) * f.split.splits + at.split;
+    const int64_t part = first_part(f, w, at, row) + at.split;
     if (leader) store_pair(f.split.stats + 2 * part, row_max, sum);
     if (sum != 0.0f) left = f.split.values + part * p.value_dim;
   }
@@ -92,7 +103,7 @@ PT_DEVICE void write_rows(const AttentionForward& f, const Work& w, const WarpRo
     const bool leader = lane % 4 == 0 && part == 0;
     const int row = at.tile * kForwardTile<T, K>.rows() + rows.own + int(lane / 4) + 8 * half;
     const RowTarget<T> target(f, w, at, row, rows.maximum(half, f.p.scale),
-                              sum_of_quad(rows.l[half]), leader);
+                              sum_of_quad(rows.l[half]), w.splits() == 1, leader);
     if (target.none()) continue;
     PT_UNROLL
     for (int d = 0; d < rows.DB; ++d)
@@ -183,8 +194,113 @@ PT_DEVICE void put_streams_together(const AttentionForward& f, const Work& w, F 
   for (int row = int(threadIdx.x / 32); row < end; row += kForwardTile<T, K>.streams) {
     LeftRow<T, K> all(row);
     if (!w.empty) all.read_stats();
-    const RowTarget<T> target(f, w, at, at.tile * kRows + row, all.row_max, all.sum, lane == 0);
+    const RowTarget<T> target(f, w, at, at.tile * kRows + row, all.row_max, all.sum,
+                              w.splits() == 1, lane == 0);
     if (!target.none() && 4 * lane < f.p.value_dim) all.write(target, 4 * lane);
+  }
+}
+
+// The weights of a row's splits, and its maximum and sum. A lane holds splits lane and lane + 32.
+struct SplitWeights {
+  static constexpr int kPerLane = kMostSplits / 32;
+  static constexpr float kNone = -1.0f;  // split without values; a weight of 0 may belong to a NaN
+  float weight[kPerLane], row_max = minus_infinity(), sum = 0.0f;
+
+  PT_DEVICE SplitWeights(const float* stats, int splits) {
+    float maximum[kPerLane], sums[kPerLane];
+    PT_UNROLL
+    for (int n = 0; n < kPerLane; ++n) {
+      const int split = 32 * n + lane_id();
+      const uint64_t both = split < splits ? ptx::ld_global_u64(stats + 2 * split) : 0;
+      maximum[n] = ptx::bits_float(uint32_t(both)), sums[n] = ptx::bits_float(uint32_t(both >> 32));
+      if (sums[n] != 0.0f) row_max = fmaxf(row_max, maximum[n]);
+    }
+    PT_UNROLL
+    for (int d = 1; d < 32; d *= 2) row_max = fmaxf(row_max, ptx::shfl_xor(row_max, d));
+    PT_UNROLL
+    for (int n = 0; n < kPerLane; ++n) {
+      weight[n] = sums[n] == 0.0f ? kNone : weight_of_part(maximum[n], sums[n], row_max);
+      sum = ptx::fma_rn(sums[n], weight[n], sum);
+    }
+    sum = LaneTeam(32).sum({sum, 0.0f}).a;
+  }
+  // Return a split's weight; every lane calls this.
+  PT_DEVICE float of(int split) const {
+    float x = weight[0];
+    PT_UNROLL
+    for (int n = 1; n < kPerLane; ++n) x = split < 32 * n ? x : weight[n];
+    return ptx::shfl(x, split % 32);
+  }
+};
+
+// Merge four columns of a row's values: every fourth split from 0, 1, 2 and 3 on adds to a sum of
+// its own. The order does not depend on the block that merges. `AtOnce`: loads in flight.
+template <int AtOnce>
+PT_DEVICE void merge_values(float (&x)[4], const float* values, const SplitWeights& weights,
+                            int splits, int columns) {
+  constexpr int kSums = 4;
+  static_assert(kMostSplits % AtOnce == 0);
+  float sums[kSums][4] = {};
+  PT_NO_UNROLL
+  for (int first = 0; first < splits; first += AtOnce) {
+    float weight[AtOnce];
+    ptx::Words4 more[AtOnce];
+    PT_UNROLL
+    for (int i = 0; i < AtOnce; ++i) {
+      const int split = first + i;
+      weight[i] = weights.of(split);
+      // A select, because a branch would wait for the weight.
+      more[i] = ptx::ld_global_v4(values + (weight[i] < 0.0f ? 0 : split * columns));
+    }
+    PT_UNROLL
+    for (int i = 0; i < AtOnce; ++i) {
+      float (&sum)[4] = sums[i % kSums];
+      PT_UNROLL
+      for (int k = 0; k < 4; ++k)
+        sum[k] = weight[i] < 0.0f ? sum[k]
+                                  : ptx::fma_rn(ptx::bits_float(more[i].w[k]), weight[i], sum[k]);
+    }
+  }
+  PT_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    x[k] = 0.0f;
+    PT_UNROLL
+    for (int i = 0; i < kSums; ++i) x[k] += sums[i][k];
+  }
+}
+
+// Merge the row tile, one warp per row, if this block is the last of the tile's splits. Others
+// write nothing more.
+template <class T, class K, class Work>
+PT_DEVICE void merge_splits(const AttentionForward& f, const Work& w, const SplitPlace& at) {
+  const int splits = w.splits();
+  if (splits == 1) return;
+  const AttentionProblem& p = f.p;
+  constexpr int kRows = kForwardTile<T, K>.rows(), kAtOnce = K::head_dim == 64 ? 8 : 16;
+  const int64_t group = int64_t(at.b) * w.grid.key_heads.by + at.key_head;
+  const BlockCounter<kMostSplits> counter{f.split.counters + group * w.grid.row_tiles + at.tile,
+                                          f.split.ticket};
+  if (threadIdx.x == 0) counter.begin(splits);
+  ptx::syncthreads();
+  if (threadIdx.x == 0) ptx::st_shared_u32(ptx::dynamic_smem(), counter.arrive());
+  ptx::syncthreads();
+  if (!ptx::ld_shared_u32(ptx::dynamic_smem())) return;
+
+  const int end = min((at.tile + 1) * kRows, p.group * p.num_queries), columns = p.value_dim;
+  PT_NO_UNROLL
+  for (int row = at.tile * kRows + int(threadIdx.x / 32); row < end; row += 4) {
+    const int64_t part = first_part(f, w, at, row);
+    const SplitWeights weights(f.split.stats + 2 * part, splits);
+    const RowTarget<T> target(f, w, at, row, weights.row_max, weights.sum, true, lane_id() == 0);
+    if (target.none()) continue;
+    PT_NO_UNROLL
+    for (int first = 0; first < columns; first += 128) {
+      const int column = first + 4 * lane_id();
+      float x[4];
+      merge_values<kAtOnce>(x, f.split.values + part * columns + (column < columns ? column : 0),
+                            weights, splits, columns);
+      if (column < columns) target.store(column, x);
+    }
   }
 }
 
@@ -215,6 +331,7 @@ __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, 
   };
   const GroupTile<kTile.rows(), kTile.columns, K::has_score_mod> w(
       p, grid, place_of_block(), int(threadIdx.x) / 32 % kTile.streams, kTile.streams);
+  if (w.empty && place_of_block().split > 0) return;
   const auto attended = [&] {
     WarpRows<T, K> rows;
     if (w.empty) return rows;
@@ -228,6 +345,7 @@ __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, 
   };
   if constexpr (kTile.streams == 1) write_rows<T, K>(f, w, attended(), place_of_block());
   else put_streams_together<T, K>(f, w, attended, place_of_block);
+  merge_splits<T, K>(f, w, place_of_block());
 }
 
 template <class T>

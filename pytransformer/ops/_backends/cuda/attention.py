@@ -164,7 +164,7 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
     - ``least_block``: minimum queries and keys of a block of a block mask.
     - ``lists_mask``: true if forward supports lists of a dense mask's blocks.
     - ``splits``: maximum number of KV splits of the longest sequence, or 0 without split KV.
-    - ``workspace``: number of float32 elements of the splits' partials.
+    - ``workspace``: number of float32 elements of the splits' partials and counters.
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
