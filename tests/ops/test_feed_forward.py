@@ -180,16 +180,25 @@ def test_many_rows_are_processed_in_parts() -> None:
     ("rows", "d", "hidden"),
     [
         (32, 96, 320),
+        (128, 384, 1280),
         (200, 1200, 96),
-        (60, 2200, 128),
+        (128, 2200, 128),
         (1100, 64, 1024),
         (4200, 16, 512),
         (2100, 1200, 2048),
     ],
-    ids=["transposed", "groups", "sliced", "streamed gradient", "streamed", "sums of some columns"],
+    ids=[
+        "few",
+        "transposed",
+        "groups",
+        "sliced",
+        "streamed gradient",
+        "streamed",
+        "sums of some columns",
+    ],
 )
 def test_every_gemm_variant(rows: int, d: int, hidden: int, dtype: torch.dtype) -> None:
-    """Few rows (transposed gemm), long sums and results larger than the caches.
+    """Few rows (in lanes, or transposed), long sums and results larger than the caches.
 
     Errors are within rounding of float64, and two halves of the rows give the same bits.
     """
