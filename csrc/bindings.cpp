@@ -148,8 +148,9 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, py::kwargs given
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(),
                   "head_class"_a = plan.head_class, "has_score_mod"_a = plan.has_score_mod,
                   "elementwise_mask"_a = plan.elementwise_mask, "consumers"_a = plan.tile.consumers,
-                  "tiles"_a = plan.order.tiles, "section"_a = plan.order.section,
-                  "paired"_a = plan.order.paired, "blocks"_a = plan.blocks,
+                  "streamed"_a = plan.tile.streamed, "tiles"_a = plan.order.tiles,
+                  "section"_a = plan.order.section, "paired"_a = plan.order.paired,
+                  "blocks"_a = plan.blocks,
                   "dq_accum"_a = direction == "bwd_fused" ? backward.dq_accum : 0);
 }
 

@@ -315,6 +315,25 @@ def test_persistent_blocks_get_equal_tiles_or_pairs() -> None:
 
 @needs_bindings
 @pytest.mark.parametrize(
+    ("keys", "changed"),
+    [
+        (80, {}),
+        (80, {"even": False, "head_dim": 136, "left_window": True}),
+        (80, {"padded": True, "value_dim": 8}),
+        (64, {"bounds_only": False}),
+        (64, {"elementwise_mask": True}),
+        (64, {"adds": "rows"}),
+        (128, {"head_dim": 128, "value_dim": 128}),
+    ],
+)
+def test_wide_heads_have_tiles_of_80_keys_with_bounds_only(
+    keys: int, changed: dict[str, Any]
+) -> None:
+    assert sm90_plan(**{"head_dim": 256, "value_dim": 256} | changed)["streamed"] == keys
+
+
+@needs_bindings
+@pytest.mark.parametrize(
     ("consumers", "changed"),
     [
         (3, {}),

@@ -84,6 +84,14 @@ WIDE = (
             "window": (60, 40),
                    "causal": "bottom_right"},
     ),
+    # Tiles of 80 keys: bounds end in the last 16 keys of a tile, and before them.
+    Problem(
+        "wide, bottom right", F16, (2, 1, 1, 140, 250, 160, 256),
+        lambda n: {"key_lengths": integers(235, 150), "causal": "bottom_right"},
+    ),
+    Problem("wide, window", BF16, (1, 2, 1, 150, 410, 192, 256), lambda n: {"window": (100, 75)}),
+    Problem("wide, prefix", BF16, (2, 1, 1, 140, 250, 256, 160),
+        lambda n: {"causal": "top_left", "prefix_lengths": integers(158, 79)}),
     Problem("wide, large scores", F16, (1, 1, 1, 70, 140, 256, 256), lambda n: {"scale": 5e5}),
     Problem("wide, one tile", BF16, (1, 1, 1, 40, 40, 256, 256), lambda n: {"scale": 0.05}),
 )  # fmt: skip
@@ -191,6 +199,11 @@ PADDING = (
     Problem(
         "wide heads, holes", BF16, (2, 1, 1, 70, 140, 256, 256),
         lambda n: {"attn_mask": padding(140, (0, 140), (70, 130), holes=n(140))},
+    ),
+    Problem(
+        "wide heads, holes in many tiles", F16, (3, 2, 1, 140, 410, 200, 256),
+        lambda n: {"attn_mask": padding(410, (0, 410), (75, 395), (81, 159), holes=n(3, 1, 1, 410)),
+            "window": (None, 250)},
     ),
     Problem(
         "holes, T5, dropout", F16, (2, 1, 1, 130, 150, 128, 128),

@@ -242,6 +242,18 @@ def test_three_consumers_give_the_bits_of_two() -> None:
     check_packed((query, key, value, *offsets, 200, 280), {"causal": "bottom_right"}, "cuda")
 
 
+@pytest.mark.parametrize("schedule", [1], indirect=True)
+def test_packed_wide_heads_equal_padded(schedule: int) -> None:
+    """Tiles of 80 keys start at each packed sequence."""
+    generator = torch.Generator().manual_seed(6)
+    query, key, value = (
+        torch.randn(n, h, d, generator=generator).bfloat16()
+        for n, h, d in ((230, 2, 256), (400, 1, 256), (400, 1, 192))
+    )
+    offsets = (torch.tensor([0, 150, 150, 230]), torch.tensor([0, 75, 171, 400]))
+    check_packed((query, key, value, *offsets, 150, 229), {"causal": "bottom_right"}, "cuda")
+
+
 def test_random_problems_unordered() -> None:
     """Bounds-only problems run on the kernel that adds d_query across blocks.
 

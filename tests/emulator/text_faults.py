@@ -305,6 +305,15 @@ FAULTS = (
         "ALiBi",
     ),
     TextFault(
+        "clear_tiles_of_64_rows",
+        "cuda/attention/sm90/tile.cuh",
+        "+ R::kRows <= keep",
+        "+ (PT_FAULT(clear_tiles_of_64_rows) ? 64 : R::kRows) <= keep",
+        "sm90_problems",
+        "sm90",
+        "wide, bottom right",
+    ),
+    TextFault(
         "a_cut_tile_taken_whole",
         "cuda/attention/sm90/mask_loader.cuh",
         "cut = first < whole.lo ||",
@@ -411,15 +420,6 @@ FAULTS = (
         "feed_forward_problems",
         "sm90",
         "relu",
-    ),
-    TextFault(
-        "the_gates_bias_of_w1",
-        "cuda/feed_forward/sm90/fwd.cuh",
-        ".load(g, 1,",
-        ".load(g, PT_FAULT(the_gates_bias_of_w1) ? 0 : 1,",
-        "feed_forward_problems",
-        "sm90",
-        "gated",
     ),
     TextFault(
         "the_residuals_gradient_forgotten",

@@ -220,6 +220,8 @@ struct Sm90Plan {
   TileOrder order;
   int64_t blocks;
   int dense_tiles = 0;  // forward: loaded by TMA: 1 the mask, 2 the bias, 0 none
+
+  bool bounds_only() const { return !has_score_mod && !elementwise_mask; }
 };
 
 // Return the head size class of query and value, 0 for none. TMA writes zeros to panels of 64
@@ -355,7 +357,7 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
                 {},
                 0};
   if (plan.elementwise_mask && dropout_as_mask(p)) plan.has_score_mod = false;
-  plan.tile = sm90_forward_tile(plan.head_class);
+  plan.tile = sm90_forward_tile(plan.head_class, plan.bounds_only());
   if (p.blocks.queries.offsets && (1 << p.blocks.queries.row_bits < plan.tile.rows() ||
                                    1 << p.blocks.queries.column_bits < plan.tile.streamed))
     plan.why_not = "a tile of theirs does not lie within one block of the mask";
@@ -378,7 +380,7 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
     order_tiles(plan, p, tiles, int64_t(p.sequences) * p.heads, p.group, multiprocessors, may_pair);
   };
   order(plan.tile, true);
-  const bool has_three = plan.head_class == 64 && !plan.has_score_mod && !plan.elementwise_mask;
+  const bool has_three = plan.head_class == 64 && plan.bounds_only();
   if (has_three && !plan.order.paired && three_consumers_are_faster(p, multiprocessors))
     order(sm90_three_consumers(), false);
   return plan;
@@ -446,7 +448,7 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   const int64_t heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
   order_tiles(plan, p, (length + plan.tile.rows() - 1) / plan.tile.rows(), heads,
               keys ? 1 : p.group, multiprocessors);
-  if (!sm90_backward_persists(plan.head_class, !plan.has_score_mod && !plan.elementwise_mask))
+  if (!sm90_backward_persists(plan.head_class, plan.bounds_only()))
     plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;
   return plan;
 }

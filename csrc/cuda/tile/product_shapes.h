@@ -35,13 +35,13 @@ constexpr ProductShape product_of_weights(int n, uint32_t panel_bytes) {
 
 constexpr ProductShape kProductShapes[] = {
     // Scores, by number of keys or queries.
-    product_of_tiles(32), product_of_tiles(48), product_of_tiles(64), product_of_tiles(96),
-    product_of_tiles(128),
+    product_of_tiles(32), product_of_tiles(48), product_of_tiles(64), product_of_tiles(80),
+    product_of_tiles(96), product_of_tiles(128),
     // Weights times a tile of 64, 128 or 256 columns, by number of rows.
     product_of_weights(64, 0), product_of_weights(128, 48 * 128), product_of_weights(128, 64 * 128),
     product_of_weights(128, 96 * 128), product_of_weights(128, 128 * 128),
     product_of_weights(256, 32 * 128), product_of_weights(256, 48 * 128),
-    product_of_weights(256, 64 * 128),
+    product_of_weights(256, 64 * 128), product_of_weights(256, 80 * 128),
     // A part of dQ; matmul, narrow and wide.
     product_of_tiles(64, true, true), product_of_tiles(256),
     product_of_tiles(128, false, true, 64 * 128), product_of_tiles(256, false, true, 64 * 128),

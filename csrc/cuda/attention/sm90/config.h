@@ -30,10 +30,10 @@ struct Sm90Tile {
 };
 
 // docs/design/cuda.md lists other tiles that were tried.
-constexpr Sm90Tile sm90_forward_tile(int head_dim) {
+constexpr Sm90Tile sm90_forward_tile(int head_dim, bool bounds_only = false) {
   return head_dim == 64    ? Sm90Tile{64, 128, 2, true}
          : head_dim == 128 ? Sm90Tile{128, 128, 2}
-                           : Sm90Tile{256, 64, 2};
+                           : Sm90Tile{256, bounds_only ? 80 : 64, 2};
 }
 // For head size 64 and bounds only: more rows per load of keys.
 constexpr Sm90Tile sm90_three_consumers() { return {64, 128, 2, false, 3, 32, 160}; }
@@ -144,13 +144,14 @@ constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
          t.producer_registers + t.consumers * t.consumer_registers <= launched;
 }
 // Live: S, P, O.
-constexpr bool sm90_forward_fits(const Sm90Tile& t) {
-  return sm90_fits(t, sm90_forward_smem(t, true), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
+constexpr bool sm90_forward_fits(const Sm90Tile& t, bool bits) {
+  return sm90_fits(t, sm90_forward_smem(t, bits), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
 }
-static_assert(sm90_forward_fits(sm90_forward_tile(64)) &&
-              sm90_forward_fits(sm90_forward_tile(128)));
-static_assert(sm90_forward_fits(sm90_forward_tile(256)) &&
-              sm90_forward_fits(sm90_three_consumers()));
+static_assert(sm90_forward_fits(sm90_forward_tile(64), true) &&
+              sm90_forward_fits(sm90_forward_tile(128), true) &&
+              sm90_forward_fits(sm90_forward_tile(256), true));
+static_assert(sm90_forward_fits(sm90_forward_tile(256, true), false) &&
+              sm90_forward_fits(sm90_three_consumers(), false));
 // Registers for a piece's derivatives and for the bits of visible and kept pairs.
 constexpr int kSm90ScoreModRegisters = 16;
 // Live: S, or softcap's derivative; dP, P or dS, dQ.
@@ -217,7 +218,7 @@ struct Hopper {
                         bounds_only = !HasScoreMod && !ElementwiseMask;
   // in forward; see dropout_as_mask in plan.h
   static constexpr bool drops_by_bits = ElementwiseMask && !HasScoreMod && HeadDim <= 128;
-  static constexpr Sm90Tile forward_tile = sm90_forward_tile(HeadDim);
+  static constexpr Sm90Tile forward_tile = sm90_forward_tile(HeadDim, bounds_only);
   static constexpr Sm90Tile bwd_dkdv_tile =
       sm90_bwd_dkdv_tile(HeadDim, HasScoreMod, ElementwiseMask);
   // For bwd_dkdv: buffers of Q beyond the tile's stages, and the number of different first Q tiles

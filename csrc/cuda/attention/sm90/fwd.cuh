@@ -24,6 +24,7 @@ struct Sm90Forward {
 };
 
 struct NoMaskLoader {
+  static constexpr int kPiece = 8;
   PT_DEVICE NoMaskLoader(const AttentionProblem&, int) {}
 };
 
@@ -33,9 +34,8 @@ struct Sm90ForwardBlock {
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr bool kMayPair = kConsumers == 2;  // three consumers have no registers for it
-  static constexpr int kPiece =
-      // n-blocks per call of score_mod
-      K::elementwise_mask ? MaskLoader<D, BN>::kPiece : 8;
+  using Masks = std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader>;
+  static constexpr int kPiece = Masks::kPiece;  // n-blocks per call of score_mod
   using RingQ = Ring<1, BM, kTile.panels()>;
   using RingKv = Ring<kTile.stages, BN, kTile.panels()>;
 
@@ -50,7 +50,6 @@ struct Sm90ForwardBlock {
   RingDense dense;
 
   using Work = QueryWork<BM, BN>;
-  using Masks = std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader>;
 
   PT_DEVICE void begin() const {
     ptx::prefetch_tensor_map(args.q);
@@ -156,13 +155,14 @@ struct Sm90ForwardBlock {
     }
   }
 
-  // Apply dropout, drawn here, to weights.
+  // Apply dropout, drawn here, to weights. Without score_mod tiles may have a part of a piece.
   template <class S>
   static PT_DEVICE void drop_drawn(float (&s)[BN / 2], const S& score_mod, int row, int first) {
-    in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
-      const uint32_t keep_mask = score_mod.template keep_mask<8>(place);
-      each<8>([&](int n, int r, uint32_t bit) { x[n][r] = keep_mask & bit ? x[n][r] : 0.0f; });
-    });
+    if constexpr (K::has_score_mod)
+      in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
+        const uint32_t keep_mask = score_mod.template keep_mask<8>(place);
+        each<8>([&](int n, int r, uint32_t bit) { x[n][r] = keep_mask & bit ? x[n][r] : 0.0f; });
+      });
   }
 
   // Recompute the sequence's properties: held across the loop, they would use registers.
@@ -356,7 +356,8 @@ struct Sm90ForwardBlock {
 
   static PT_DEVICE void run(const Sm90Forward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
-    static_assert(BM == MaskLoader<D, BN>::kTiledRows || !kDense);
+    if constexpr (kDense)
+      static_assert(BM == Masks::kTiledRows && RingDense::kBufferBytes == sm90_dense_bytes(kTile));
     constexpr uint32_t kKeys = RingQ::kBufferBytes, kValues = kKeys + RingKv::kBufferBytes,
                        kBarriers = kValues + RingKv::kBufferBytes,
                        kKeyBarriers = kBarriers + RingQ::kBarrierBytes,
@@ -368,8 +369,7 @@ struct Sm90ForwardBlock {
                        kTiles =
                            kBits + (sm90_holds_bits_and_dense(kTile) ? sm90_bits_bytes(kTile) : 0);
     static_assert(kNoteBarriers + Notes::kBarrierBytes <= kBits &&
-                  kSm90Slack + kBits == sm90_forward_smem(kTile) &&
-                  RingDense::kBufferBytes == sm90_dense_bytes(kTile));
+                  kSm90Slack + kBits == sm90_forward_smem(kTile));
     const Sm90ForwardBlock block{args,
                                  RingQ(base, base + kBarriers),
                                  RingKv(base + kKeys, base + kKeyBarriers),
