@@ -341,7 +341,11 @@ def test_wide_heads_have_tiles_of_80_keys_with_bounds_only(
         (3, {"padded": True}),
         (3, {"even": False, "left_window": True}),
         (3, {"even": False, "num_queries": 3960}),  # 31 tiles for two consumers cannot be paired
-        (2, {"even": False}),
+        (3, {"even": False}),
+        (3, {"even": False, "num_queries": 3072, "num_keys": 3072}),
+        # Pairs of two consumers: their rounds are full, and they waste less of the diagonal.
+        (2, {"even": False, "num_queries": 2048, "num_keys": 2048}),
+        (2, {"even": False, "sequences": 1}),
         (2, {"bounds_only": False}),
         (2, {"elementwise_mask": True}),
         (2, {"value_dim": 72}),
@@ -356,13 +360,36 @@ def test_wide_heads_have_tiles_of_80_keys_with_bounds_only(
     ],
 )
 def test_three_consumers_need_faster_tiles(consumers: int, changed: dict[str, Any]) -> None:
-    """Head dim is 64, bounds only, tiles unpaired.
+    """Head dim is 64, bounds only.
 
     Tiles of 192 queries must finish sooner than tiles of 128.
     """
     plan = sm90_plan(**{"head_dim": 64, "value_dim": 64} | changed)
     assert plan["consumers"] == consumers and not (consumers == 3 and plan["paired"])
     assert plan["tiles"] == -(-changed.get("num_queries", 4096) // (64 * consumers))
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("blocks", "section", "changed"),
+    [
+        (132, 32, {}),
+        (132, 33, {"heads": 33, "key_heads": 33}),
+        (132, 64, {"num_queries": 1900, "num_keys": 1900, "heads": 32, "key_heads": 32}),
+        (132, 48, {"num_keys": 8192, "heads": 24, "key_heads": 24}),
+        (132, 48, {"num_keys": 65536, "left_window": True, "heads": 24, "key_heads": 24}),
+        (2, 32, {"multiprocessors": 2}),
+        # One block per tile: long tiles, where a start matters less; keys that lengths give.
+        (22 * 32, 11, {"num_keys": 8193}),
+        (22 * 32, 32, {"padded": True}),
+        (80, 40, {"num_queries": 192, "heads": 40, "key_heads": 40}),
+    ],
+)
+def test_three_consumers_take_uneven_tiles_in_snake_order(
+    blocks: int, section: int, changed: dict[str, Any]
+) -> None:
+    plan = sm90_plan(**{"head_dim": 64, "value_dim": 64, "even": False} | changed)
+    assert plan["consumers"] == 3 and (plan["blocks"], plan["section"]) == (blocks, section)
 
 
 @needs_bindings

@@ -72,6 +72,17 @@ BOTH_WAYS = (
     # lse beyond 2^24, of which float32 represents only even numbers: the weights exceed 1.
     Problem("large scores", F16, (1, 1, 1, 130, 140, 64, 64), lambda n: {"scale": 1e6}),
 )  # fmt: skip
+# Three consumers in snake order, on two persistent blocks: rounds without a rest, and with one in
+# either direction; tiles without keys.
+SNAKE = (
+    Problem("snake", BF16, (1, 3, 1, 330, 330, 64, 64), lambda n: {"causal": "top_left"}),
+    Problem("snake, bottom right", F16, (1, 7, 7, 140, 300, 64, 40),
+        lambda n: {"causal": "bottom_right"}),
+    Problem("snake, window", BF16, (5, 1, 1, 150, 200, 40, 64), lambda n: {"window": (100, 50)}),
+    Problem("snake, few keys", F16, (2, 2, 1, 390, 150, 64, 64), lambda n: {"causal": "top_left"}),
+    Problem("snake, hidden queries", BF16, (1, 3, 3, 384, 100, 64, 64),
+        lambda n: {"causal": "bottom_right"}),
+)  # fmt: skip
 # Backward consumers share 64 keys: several tiles, persistent and not; one consumer passes weights
 # to the other.
 WIDE = (
@@ -459,6 +470,7 @@ FUSED = any_order((*BOTH_WAYS, *PADDING[:4]))
 def problems() -> Iterator[Problem]:
     yield from (
         *BOTH_WAYS,
+        *SNAKE,
         *WIDE,
         *UNLIKE,
         *TERMS,

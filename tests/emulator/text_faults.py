@@ -242,15 +242,6 @@ FAULTS = (
         "wide, causal",
     ),
     TextFault(
-        "keys_of_neighboring_lanes_swapped",
-        "cuda/attention/mask.cuh",
-        "first = upper ? ",
-        "first = upper != PT_FAULT(keys_of_neighboring_lanes_swapped) ? ",
-        "sm90_problems",
-        "sm90",
-        "mask",
-    ),
-    TextFault(
         "sums_of_rows_behind_the_last_query",
         "cuda/attention/sm90/bwd_dq.cuh",
         "if (K::has_score_mod",
@@ -312,6 +303,15 @@ FAULTS = (
         "sm90_problems",
         "sm90",
         "wide, bottom right",
+    ),
+    TextFault(
+        "rounds_of_a_block_too_many",
+        "cuda/attention/sm90/tile.cuh",
+        "next_in_snake(i, ptx",
+        "next_in_snake(i, PT_FAULT(rounds_of_a_block_too_many) + ptx",
+        "sm90_problems",
+        "sm90",
+        "snake",
     ),
     TextFault(
         "a_cut_tile_taken_whole",

@@ -208,6 +208,41 @@ constexpr int number_in_pairs(const TileOrder& order, int i) {
   return head * order.tiles + (i % 2 ? order.tiles - 1 - pair : pair);
 }
 static_assert(each_once(3 * 6, [](int i) { return number_in_pairs({6, 3, 1, true}, i); }));
+// Return the number of the i-th item in snake order: sections alternate in direction, and the last
+// one runs from the last tile to the first. Durations then change without a jump between sections.
+constexpr int number_in_snake(const TileOrder& order, int i) {
+  const int of_section = order.section * order.tiles, all = order.heads * order.tiles,
+            section = i / of_section, first = section * of_section,
+            end = first + of_section < all ? first + of_section : all;
+  return ((order.heads - 1) / order.section - section) % 2 ? first + end - 1 - i : i;
+}
+// Return the item after item i of a block in snake order: rounds of one item per block alternate in
+// direction, so a block with a long tile gets a short one.
+constexpr int next_in_snake(int i, int blocks) { return i + 2 * (blocks - i % blocks) - 1; }
+// Return the i-th item over all blocks, each with all its items; -1 past the last.
+constexpr int item_of_snake(const TileOrder& order, int blocks, int i) {
+  for (int block = 0; block < blocks; ++block)
+    for (int n = block; n < order.heads * order.tiles; n = next_in_snake(n, blocks))
+      if (i-- == 0) return number_in_snake(order, n);
+  return -1;
+}
+constexpr bool snake_covers(const TileOrder& order, int blocks) {
+  const int all = order.heads * order.tiles;
+  return each_once(all, [&](int i) { return item_of_snake(order, blocks, i); }) &&
+         item_of_snake(order, blocks, all) < 0;
+}
+static_assert(snake_covers({3, 7, 3}, 4) && snake_covers({3, 4, 2}, 4) &&
+              snake_covers({5, 2, 1}, 3));
+static_assert(snake_covers({4, 3, 3}, 12) && snake_covers({4, 3, 1}, 1));
+// Return the time of a block's tiles if tile t takes t + 1. Blocks take equally long.
+constexpr int snake_length(const TileOrder& order, int blocks, int block) {
+  int sum = 0;
+  for (int n = block; n < order.heads * order.tiles; n = next_in_snake(n, blocks))
+    sum += place_of(order, number_in_snake(order, n)).tile + 1;
+  return sum;
+}
+static_assert(snake_length({8, 6, 3}, 6, 0) == 36 && snake_length({8, 6, 3}, 6, 2) == 36 &&
+              snake_length({8, 6, 3}, 6, 5) == 36);
 static_assert(covers_each_tile_once({3, 7, 1}) && covers_each_tile_once({3, 7, 3}) &&
               covers_each_tile_once({2, 5, 5}));
 
@@ -269,16 +304,14 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
   return nullptr;
 }
 
-// Return the number of heads per section: as many as the L2 cache holds keys and values for.
-// Sections have equal sizes: a small one at the end would start its longest tiles when other SMs
-// are idle.
-inline int section_of(const AttentionProblem& p, int64_t heads, int sharing) {
+// Return the number of heads per section: as many as the L2 cache holds keys and values for, but at
+// least `least`. Sections have equal sizes: a small one at the end would start its longest tiles
+// when other SMs are idle.
+inline int section_of(const AttentionProblem& p, int64_t heads, int sharing, int64_t least = 1) {
   constexpr int64_t kSectionBytes = 32 << 20;
   const int64_t fit =
       kSectionBytes * sharing / (int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2);
-  const int64_t most = fit < 1       ? 1
-                       : fit < heads ? fit
-                                     : heads,
+  const int64_t wanted = fit < least ? least : fit, most = wanted < heads ? wanted : heads,
                 sections = (heads + most - 1) / most;
   return int((heads + sections - 1) / sections);
 }
@@ -293,36 +326,56 @@ inline bool rises_evenly(const AttentionProblem& p) {
   return p.causal && !p.prefix_lengths && seen >= 0 && seen <= bottom_right;
 }
 
+// How blocks take tiles of unequal duration: one each, started in order as blocks end; or
+// persistent blocks take pairs of equal duration, or tiles in snake order.
+enum class Uneven { apart, in_pairs, in_snake };
+
+// Snake order is static, so it needs tiles whose keys the sizes give. Simulated with 132
+// multiprocessors and up to 8,192 keys, it takes at least 3 % less time than blocks of one tile,
+// whose start and end take 2.5 us, if sections have 48 heads. Those read 1 TB/s beyond the L2
+// cache.
+constexpr int64_t kSnakeKeys = 8192, kSnakeHeads = 48;
+
 // Tiles of equal duration go to persistent blocks, which load the next tile's operands during this
-// tile's epilogue; so do pairs of equal total duration, if their number is near a multiple of the
-// blocks. Other tiles have one block each, which start in order as blocks end.
+// tile's epilogue. Pairs do if their number is near a multiple of the blocks.
 inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads,
-                        int sharing, int multiprocessors, bool may_pair = false) {
-  const bool unmasked = !p.blocks.queries.offsets && p.left == kUnbounded &&
-                        p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys &&
-                        !p.key_padding.data;
+                        int sharing, int multiprocessors, Uneven uneven = Uneven::apart) {
+  const bool sized = !p.blocks.queries.offsets && !p.key_lengths && !p.query_lengths &&
+                     !p.cu_keys && !p.key_padding.data;
+  const bool unmasked = sized && p.left == kUnbounded && p.right == kUnbounded;
   const bool even = unmasked && !p.causal;
   const int64_t pairs = tiles / 2 * heads, rounds = (pairs + multiprocessors - 1) / multiprocessors;
-  const bool paired = may_pair && unmasked && rises_evenly(p) && tiles % 2 == 0 &&
+  const bool paired = uneven == Uneven::in_pairs && unmasked && rises_evenly(p) && tiles % 2 == 0 &&
                       pairs > multiprocessors && 10 * pairs >= 9 * rounds * multiprocessors;
+  const int64_t window = int64_t(p.left) + (p.causal ? 0 : p.right);
+  const bool snake = uneven == Uneven::in_snake && !even && sized && !p.prefix_lengths &&
+                     (p.num_keys <= kSnakeKeys || window <= kSnakeKeys);
   // Limit, so the number of a block's next tile has 31 bits, even past the end.
   if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
-  plan.order = {int(tiles), int(heads), even || paired ? 1 : section_of(p, heads, sharing), paired};
-  plan.blocks =
-      (even || paired) && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
+  plan.order = {int(tiles), int(heads),
+                even || paired ? 1 : section_of(p, heads, sharing, snake ? kSnakeHeads : 1),
+                paired};
+  plan.blocks = (even || paired || snake) && tiles * heads > multiprocessors ? multiprocessors
+                                                                             : tiles * heads;
 }
 
-// Return true if three consumers finish sooner than two with unpaired tiles: a row takes 5/6 of the
-// time, but rows past the last query and idle SMs are wasted. For packed sequences, uses the mean
-// length.
-inline bool three_consumers_are_faster(const AttentionProblem& p, int multiprocessors) {
+// Return true if three consumers finish sooner than two: a row takes 5/6 of the time, but rows past
+// the last query and idle SMs are wasted. For packed sequences, uses the mean length. Paired: two
+// consumers would take pairs, whose rounds are full, and diagonals waste less with fewer rows. The
+// limits are counted from times with 4,096 keys (H100).
+inline bool three_consumers_are_faster(const AttentionProblem& p, int multiprocessors,
+                                       bool paired) {
   const int64_t queries =
       p.cu_queries && p.sequences ? p.total_queries / p.sequences : p.num_queries;
-  const auto time = [&](const Sm90Tile& tile, int of_a_row) {
-    const int64_t tiles = (queries + tile.rows() - 1) / tile.rows() * p.sequences * p.heads;
-    return (tiles + multiprocessors - 1) / multiprocessors * tile.rows() * of_a_row;
+  const auto tiles = [&](const Sm90Tile& tile) {
+    return (queries + tile.rows() - 1) / tile.rows() * p.sequences * p.heads;
   };
-  return time(sm90_three_consumers(), 5) <= time(sm90_forward_tile(64), 6);
+  const auto time = [&](const Sm90Tile& tile, int of_a_row) {
+    return (tiles(tile) + multiprocessors - 1) / multiprocessors * tile.rows() * of_a_row;
+  };
+  const Sm90Tile three = sm90_three_consumers();
+  if (paired && (p.num_keys < 3072 || tiles(three) < 3 * multiprocessors)) return false;
+  return time(three, 5) <= time(sm90_forward_tile(64), 6);
 }
 
 // Return true if forward's kernels with an elementwise mask read dropout as bits, like the mask.
@@ -372,17 +425,17 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
   const bool has_bits = p.blocks.bits || (p.mask.data && p.mask.type == DenseType::boolean),
              holds_both = sm90_holds_bits_and_dense(plan.tile);
   if (!has_bits || holds_both) plan.dense_tiles = tiled(p.mask) ? 1 : tiled(p.bias) ? 2 : 0;
-  const auto order = [&](const Sm90Tile& tile, bool may_pair) {
+  const auto order = [&](const Sm90Tile& tile, Uneven uneven) {
     const int64_t tiles = (p.num_queries + tile.rows() - 1) / tile.rows();
     plan.tile = tile;
     plan.smem_bytes = sm90_forward_smem(
         tile, plan.elementwise_mask && (holds_both || !plan.dense_tiles), plan.dense_tiles);
-    order_tiles(plan, p, tiles, int64_t(p.sequences) * p.heads, p.group, multiprocessors, may_pair);
+    order_tiles(plan, p, tiles, int64_t(p.sequences) * p.heads, p.group, multiprocessors, uneven);
   };
-  order(plan.tile, true);
-  const bool has_three = plan.head_class == 64 && plan.bounds_only();
-  if (has_three && !plan.order.paired && three_consumers_are_faster(p, multiprocessors))
-    order(sm90_three_consumers(), false);
+  order(plan.tile, Uneven::in_pairs);
+  if (plan.head_class == 64 && plan.bounds_only() &&
+      three_consumers_are_faster(p, multiprocessors, plan.order.paired))
+    order(sm90_three_consumers(), Uneven::in_snake);
   return plan;
 }
 

@@ -33,7 +33,7 @@ struct Sm90ForwardBlock {
   static constexpr Sm90Tile kTile = K::forward_tile;
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
-  static constexpr bool kMayPair = kConsumers == 2;  // three consumers have no registers for it
+  static constexpr bool kMayPair = kConsumers == 2;  // three consumers: in snake order
   using Masks = std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader>;
   static constexpr int kPiece = Masks::kPiece;  // n-blocks per call of score_mod
   using RingQ = Ring<1, BM, kTile.panels()>;
@@ -72,7 +72,7 @@ struct Sm90ForwardBlock {
     if (threadIdx.x != 0) return;
     const AttentionProblem& p = args.f.p;
     int stream_iter = 0, tile_iter = 0;
-    for_each_tile_or_pair<kMayPair>(args.order, [&](int n) {
+    for_each_uneven_tile<kMayPair>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const int batch = p.cu_queries ? 0 : w.b, row = int(w.s.row_k) + w.origin;
       const auto load = [&](int t, bool first) {
@@ -247,7 +247,7 @@ struct Sm90ForwardBlock {
     const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;
     int stream_iter = 0, tile_iter = 0;
     if (consumer() == 1) scheduler_barrier_arrive();
-    for_each_tile_or_pair<kMayPair>(args.order, [&](int n) {
+    for_each_uneven_tile<kMayPair>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };  // saves a register
       const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);

@@ -32,10 +32,16 @@ template <bool Persists = true, class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
   for_each_tile<Persists>(order, int(blockIdx.x), f);
 }
-// Like for_each_tile, for tiles that may be paired.
+// Like for_each_tile, for tiles of unequal duration: in snake order, or in pairs if the order has
+// them.
 template <bool MayPair, class F>
-PT_DEVICE void for_each_tile_or_pair(const TileOrder& order, F f) {
-  if constexpr (!MayPair) return for_each_tile(order, f);
+PT_DEVICE void for_each_uneven_tile(const TileOrder& order, F f) {
+  if constexpr (!MayPair) {
+    for (int i = int(blockIdx.x); i < order.tiles * order.heads;
+         i = next_in_snake(i, ptx::grid_size()))
+      f(number_in_snake(order, i));
+    return;
+  }
   const int step = order.paired ? 2 : 1;
   for (int i = int(blockIdx.x) * step; i < order.tiles * order.heads;) {
     f(order.paired ? number_in_pairs(order, i) : i);
