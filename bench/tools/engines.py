@@ -182,16 +182,18 @@ def openvino(work: Work, model: Any, dtype: torch.dtype) -> Call:
     ):
         raise Unsupported("OpenVINO has no bfloat16 products on this CPU")
     model.set_attn_implementation("sdpa")
-    inputs = tuple(work.batches[0].values())
+    batches = [
+        tuple(t.float() if t.is_floating_point() else t for t in batch.values())
+        for batch in work.batches
+    ]
     config = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "INFERENCE_PRECISION_HINT": "f32" if dtype == torch.float32 else "bf16",
         "PERFORMANCE_HINT": "LATENCY",
     }
-    exported = ov.convert_model(_Positional(work, model.float()), example_input=inputs)
+    exported = ov.convert_model(_Positional(work, model.float()), example_input=batches[0])
     network = ov.compile_model(exported, "CPU", config)
-    given = [tuple(t.float().numpy() if t.is_floating_point() else t.numpy() for t in b.values())
-             for b in work.batches]  # fmt: skip
+    given = [tuple(t.numpy() for t in batch) for batch in batches]
     return lambda: [torch.from_numpy(network(g)[0]) for g in given]
 
 
