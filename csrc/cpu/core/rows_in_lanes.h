@@ -4,7 +4,7 @@
 // pairs.
 //
 // Matmul puts rows of A into the lanes of panels: on 256 bits 12 rows fill 12 of 16 lanes, 20 rows
-// 20 of 32; on 512 bits narrow panels also leave the prefetching kernel out. Here a vector holds a
+// 20 of 32; on 512 bits narrow panels also use a kernel without prefetch. Here a vector holds a
 // unit of each of four rows: 2 or 4 packed elements along k. Units of B are broadcast, so that a
 // group of 12 rows fills three vectors. Nothing of B is packed. The summation order depends only on
 // K.
